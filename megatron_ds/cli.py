@@ -166,7 +166,9 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
 
 
 def _shown(error: MegatronDSError) -> str:
-    """The message as one paragraph, so that a path in it cannot add lines; other programs' may have several."""
+    """Return the message as one paragraph, so that a path in it cannot add lines; other programs' may have
+    several.
+    """
     is_foreign = isinstance(error, CommunicationError | DeviceMemoryError)
     return printable(str(error)) if is_foreign else paragraph(str(error))
 
@@ -200,7 +202,7 @@ def note_for_torchrun(
 
 
 def _must_print(env: Mapping[str, str]) -> bool:
-    """Whether this rank prints an error of all ranks, because rank 0 has not failed after a wait."""
+    """Return whether this rank prints an error of all ranks, because rank 0 has not failed after a wait."""
     if not rank_in(env):
         return False  # without a launcher, the caller has set the rank
     if not is_launched(env):

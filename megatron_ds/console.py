@@ -20,7 +20,7 @@ _NEWLINE_IN_PROBLEM = re.compile(r"\n(?!  \d+\. )")
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escapes such as \\x1b; lines stay lines."""
+    """Return the text with control characters as escapes such as \\x1b; lines stay lines."""
     return _CONTROLS.sub(lambda found: _escape(found[0]), text)
 
 
@@ -116,5 +116,5 @@ def escape_unknown(stream: TextIO) -> None:
 
 
 def is_name_too_long(error: BaseException) -> bool:
-    """Whether the system refused the length of a path."""
+    """Return whether the system refused the length of a path."""
     return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG

@@ -25,7 +25,7 @@ class Variables(NamedTuple):
     option: str = ""
 
     def are_in(self, env: Mapping[str, str]) -> bool:
-        """Whether the launcher started this process."""
+        """Return whether the launcher started this process."""
         return bool(env.get(self.rank)) and any(env.get(name) for name in self.sizes)
 
 
@@ -125,7 +125,7 @@ NUM_PORTS = 12_000  # ports below those of outgoing connections
 
 
 def variables_in(env: Mapping[str, str]) -> Variables | None:
-    """The variables of the launcher that started this process; None without one.
+    """Return the variables of the launcher that started this process; None without one.
 
     Within a job of Slurm, mpirun starts its daemons by srun, whose numbers the ranks inherit.
     """
@@ -139,19 +139,19 @@ def variables_in(env: Mapping[str, str]) -> Variables | None:
 
 
 def rank_in(env: Mapping[str, str]) -> int:
-    """The rank that a launcher has set; 0 without one."""
+    """Return the rank that a launcher has set; 0 without one."""
     found = variables_in(env)
     return _first_number(env, (found.rank,) if found else RANKS) or 0
 
 
 def size_in(env: Mapping[str, str]) -> int:
-    """The world size that a launcher has set; 1 without one."""
+    """Return the world size that a launcher has set; 1 without one."""
     found = variables_in(env)
     return _first_number(env, found.sizes if found else SIZES) or 1
 
 
 def local_rank_in(env: Mapping[str, str]) -> int:
-    """The rank on this machine; 0 if the environment has none."""
+    """Return the rank on this machine; 0 if the environment has none."""
     found = variables_in(env)
     own = found.local_ranks if found else ()
     return _first_number(env, (*own, *LOCAL_RANKS)) or 0
@@ -179,7 +179,7 @@ def unresolved(address: str) -> str:
 
 
 def restarts_in(env: Mapping[str, str]) -> int:
-    """How often `megatron-ds launch` has started this job again; 0 at its first start."""
+    """Return how often `megatron-ds launch` has started this job again; 0 at its first start."""
     return _first_number(env, (RESTARTS,)) or 0
 
 
@@ -189,12 +189,12 @@ def run_in(env: Mapping[str, str]) -> str:
 
 
 def is_launched(env: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process. It may end all ranks when one of them fails."""
+    """Return whether a launcher started this process. It may end all ranks when one of them fails."""
     return any(env.get(name) for name in LAUNCHERS)
 
 
 def ends_siblings(env: Mapping[str, str]) -> bool:
-    """Whether the launcher ends all ranks when one fails. srun does so only with -K."""
+    """Return whether the launcher ends all ranks when one fails. srun does so only with -K."""
     return any(env.get(name) for name in ENDING_LAUNCHERS)
 
 
@@ -202,7 +202,7 @@ def ends_siblings(env: Mapping[str, str]) -> bool:
 def with_local_rank(
     env: Mapping[str, str], local_rank: int | None
 ) -> Mapping[str, str]:
-    """The environment with --local-rank as LOCAL_RANK, if a launcher set RANK and WORLD_SIZE only."""
+    """Return the environment with --local-rank as LOCAL_RANK, if a launcher set RANK and WORLD_SIZE only."""
     if (
         local_rank is None
         or local_rank < 0

@@ -120,7 +120,7 @@ class Batch:
         return mask[:, 0, 0] if mask is not None and mask.shape[2] == 1 else None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The fields that are tensors [b, …], by name."""
+        """Return the fields that are tensors [b, …], by name."""
         return {
             f.name: t
             for f in fields(self)

@@ -11,14 +11,14 @@ Boundaries = tuple[tuple[int, ...], ...]
 
 
 def document_numbers(ends: torch.Tensor) -> torch.Tensor:
-    """The document at each position, int64 [b, s].  ends: bool [b, s], True where a document ends."""
+    """Return the document at each position, int64 [b, s].  ends: bool [b, s], True where a document ends."""
     numbers = ends.cumsum(1)
     # An end belongs to its own document, so it counts from the next position on.
     return numbers - ends.long()
 
 
 def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
-    """Where the document of each position begins, int64 [b, s]."""
+    """Return where the document of each position begins, int64 [b, s]."""
     first = torch.zeros_like(document_ids, dtype=torch.bool)
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     here = torch.arange(document_ids.shape[1], device=document_ids.device)

@@ -98,7 +98,7 @@ class Ledger:
         self._append(name, value.detach(), count, None)
 
     def take(self) -> list[Entry]:
-        """The entries since the last call, with their graphs."""
+        """Return the entries since the last call, with their graphs."""
         entries = self._entries
         self._entries = []
         return entries

@@ -100,7 +100,7 @@ def write_archive(file: Checksummed, values: torch.Tensor, dtype: torch.dtype) -
 
 
 def _around(shape: Sequence[int], dtype: torch.dtype) -> tuple[bytes, bytearray]:
-    """The bytes of the archive before and after those of the tensor, whose CRC-32 is 0 there."""
+    """Return the bytes of the archive before and after those of the tensor, whose CRC-32 is 0 there."""
     parts = _Parts()
     with skip_data():
         # Its memory is not touched.
@@ -183,7 +183,7 @@ def _load(stream: "_Bytes") -> Any:
 def _view(
     content: torch.Tensor, stream: "_Bytes", archive: zipfile.ZipFile
 ) -> torch.Tensor | None:
-    """The tensor in the bytes of the archive; None if only torch.load can read it."""
+    """Return the tensor in the bytes of the archive; None if only torch.load can read it."""
     # Only an archive of one contiguous tensor, in the byte order of this machine, can be mapped.
     records = {record.filename: record for record in archive.infolist()}
     if (

@@ -32,7 +32,7 @@ ALIGNMENT = 64  # bytes, of archives; torch aligns the values inside by as much
 
 @singledispatch
 def new_file(path: Path) -> Checksummed:
-    """The file, opened to be written from start to end."""
+    """Return the file, opened to be written from start to end."""
     return ChecksummedFile(path)
 
 
@@ -94,7 +94,7 @@ def read_chunk(
     chunk: ChunkStorageMetadata,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The chunk of tensor `name` at `place` of file `path`, on the CPU.
+    """Return the chunk of tensor `name` at `place` of file `path`, on the CPU.
 
     Raises CheckpointError naming file, tensor and byte, unless the bytes are the saved ones and the tensor
     has the size and dtype that the index records.

@@ -14,7 +14,7 @@ class ChunkBox(Protocol):
 
 
 def covers_once(shape: Sequence[int], chunks: Sequence[ChunkBox]) -> bool:
-    """Whether the boxes `chunks`, each inside `shape`, hold every element exactly once.
+    """Return whether the boxes `chunks`, each inside `shape`, hold every element exactly once.
 
     They do if and only if their corners, with alternating signs, add up to those of the whole box. The signed
     corners are the mixed difference of the function "number of boxes that hold this element", and a function

@@ -106,7 +106,7 @@ def check_room(
 def explained(
     error: Exception, folder: Path, needed: int, free: int | None, share: int
 ) -> Exception:
-    """The error to raise for a failed write: a CheckpointError with numbers if a full disk caused it.
+    """Return the error to raise for a failed write: a CheckpointError with numbers if a full disk caused it.
 
     needed: bytes of the checkpoint. share: of this rank. free: when the save began; None if unknown
     """
@@ -154,7 +154,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def size(count: int) -> str:
-    """A number of bytes as text: "33.6 MB"."""
+    """Return a number of bytes as text: "33.6 MB"."""
     for unit, value in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= value:
             return f"{count / value:.1f} {unit}"

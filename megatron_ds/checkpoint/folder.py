@@ -68,12 +68,14 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether this package wrote the checkpoint, and not another program with the same directory names."""
+    """Return whether this package wrote the checkpoint, and not another program with the same directory names."""
     return (path / RUN_FILE).is_file() and (path / INDEX_FILE).is_file()
 
 
 def read_tracker(folder: Path) -> str | None:
-    """The tracker's text; None when there is no tracker, or no folder. Raises CheckpointError for a special file."""
+    """Return the tracker's text; None when there is no tracker, or no folder. Raises CheckpointError for a
+    special file.
+    """
     try:
         return read_regular(folder / TRACKER).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -208,7 +210,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @singledispatch
 def read_regular(path: Path) -> bytes:
-    """The bytes of a file. Raises CheckpointError for a pipe or device, which could block."""
+    """Return the bytes of a file. Raises CheckpointError for a pipe or device, which could block."""
     return regular_file.read_regular(path, CheckpointError)
 
 
@@ -256,7 +258,9 @@ def in_file_system(path: Path) -> Iterator[Path]:
 
 @singledispatch
 def local_copy(path: Path) -> Path:
-    """A directory of this machine with the files of `path`: itself, or a copy that is removed when Python ends."""
+    """Return a directory of this machine with the files of `path`: itself, or a copy that is removed when
+    Python ends.
+    """
     return path
 
 
@@ -287,7 +291,7 @@ def _mark() -> str:
 
 
 def _next_tracker(writing: Path) -> Path:
-    """The file that replaces the tracker when `writing` is published."""
+    """Return the file that replaces the tracker when `writing` is published."""
     mark = writing.name.rpartition("-")[2]
     return writing.with_name(f".{TRACKER}.{mark}")
 

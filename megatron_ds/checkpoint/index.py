@@ -84,7 +84,7 @@ def tensors_in(index: dcp.Metadata) -> dict[str, dcp.TensorStorageMetadata]:
 
 
 def read_index(path: Path) -> dcp.Metadata:
-    """The verified index of the checkpoint at `path`. Also validates run.json.
+    """Return the verified index of the checkpoint at `path`. Also validates run.json.
 
     Raises CheckpointError naming the file and the problem.
     """
@@ -96,7 +96,7 @@ def read_index(path: Path) -> dcp.Metadata:
 def index_of(
     path: Path, save_id: str | None, files: Mapping[str, Mapping] | None
 ) -> dcp.Metadata:
-    """The index of the checkpoint at `path`, which must belong to the save `save_id` and list these files.
+    """Return the index of the checkpoint at `path`, which must belong to the save `save_id` and list these files.
 
     files    {name: {"bytes": size, "crc32": checksum}}; None for a checkpoint of format 1 (no save_id)
     """

@@ -106,7 +106,7 @@ _FORMATS: type[dcp._MEM_FORMAT_ENCODING] = dcp._MEM_FORMAT_ENCODING
 
 
 def unpickled(content: bytes) -> dcp.Metadata:
-    """The pickled index. Raises almost any exception when `content` is damaged or not an index."""
+    """Return the pickled index. Raises almost any exception when `content` is damaged or not an index."""
     unpickler = _Unpickler(content)
     index = unpickler.load()
     unpickler.records.finish()
@@ -142,7 +142,7 @@ class _Unpickler(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """An object for the name. Raises UnpicklingError for one that no index needs."""
+        """Return an object for the name. Raises UnpicklingError for one that no index needs."""
         if (module, name) not in self._known:
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, which no index needs"
@@ -175,7 +175,7 @@ class _TensorProperties(dcp.TensorProperties):
 
 
 def _format(number: int) -> Constant:
-    """A member of the memory formats by its number."""
+    """Return a member of the memory formats by its number."""
     if not isinstance(number, int):
         raise pickle.UnpicklingError(
             "it gives a memory format by something that is no number"
@@ -184,7 +184,7 @@ def _format(number: int) -> Constant:
 
 
 def _member(formats: Function, owner: Any, name: str) -> Constant:
-    """A member of the memory formats, which Python up to 3.11.3 pickles as a call of `getattr`."""
+    """Return a member of the memory formats, which Python up to 3.11.3 pickles as a call of `getattr`."""
     if owner is not formats or not isinstance(name, str):
         raise pickle.UnpicklingError(
             "it reads an attribute of an object other than the memory formats"
@@ -193,7 +193,7 @@ def _member(formats: Function, owner: Any, name: str) -> Constant:
 
 
 def _layout(name: str) -> torch.layout:
-    """The layout of this name, by a look-up in a table of torch."""
+    """Return the layout of this name, by a look-up in a table of torch."""
     if not isinstance(name, str):
         raise pickle.UnpicklingError("the name of a layout is no text")
     try:

@@ -22,7 +22,7 @@ _written: dict[tuple[int, Path, int], str] = {}
 
 
 def written_here(folder: Path, step: int) -> str | None:
-    """The save_id of a checkpoint that this process has written; None if it wrote none."""
+    """Return the save_id of a checkpoint that this process has written; None if it wrote none."""
     return _written.get((os.getpid(), folder.resolve(), step))
 
 
@@ -78,7 +78,8 @@ class KnownSaves:
 
 
 def identifier_of(folder: Path, step: int) -> str | None:
-    """The random save_id of a checkpoint, or a checksum of its run.json where that has none; None if either is gone.
+    """Return the random save_id of a checkpoint, or a checksum of its run.json where that has none; None if either
+    is gone.
 
     A read that fails is tried again. Raises CheckpointError when the last one fails.
     """

@@ -104,7 +104,7 @@ def _state_text(
 
 
 def problem_of(folder: Path, step: int) -> str | None:
-    """Why the checkpoint of `step` cannot be loaded, as far as index and run.json show; None when it can.
+    """Return why the checkpoint of `step` cannot be loaded, as far as index and run.json show; None when it can.
 
     Only the sizes of tensor files are compared. Their checksums are compared when they are loaded.
     """
@@ -121,7 +121,7 @@ def problem_of(folder: Path, step: int) -> str | None:
 
 
 def read_run(directory: str | os.PathLike, step: int) -> dict:
-    """The values in run.json: `run` of `save`, and those that `run_file.py` adds."""
+    """Return the values in run.json: `run` of `save`, and those that `run_file.py` adds."""
     return read_run_file(find_checkpoint(directory, step))
 
 
@@ -178,7 +178,7 @@ def load(
 
 
 def _save_of(path: Path) -> str:
-    """An identifier of the save: its save_id, or in format 1 a checksum of its index and its run.json."""
+    """Return an identifier of the save: its save_id, or in format 1 a checksum of its index and its run.json."""
     if save_id := read_run_file(path).get("save_id"):
         return save_id
     contents = (
@@ -246,7 +246,7 @@ def check_same_model(saved: Mapping, current: Mapping) -> None:
 
 
 def differences(saved: Mapping, current: Mapping) -> list[str]:
-    """The fields in which two nested dicts differ, each with both values."""
+    """Return the fields in which two nested dicts differ, each with both values."""
     theirs = dict(_flat(saved))
     ours = dict(_flat(current))
     return [

@@ -255,7 +255,7 @@ class SaveLock:
 
 
 def _owner_in(content: bytes) -> Owner | None:
-    """The owner that a lock file names; None if it is not valid."""
+    """Return the owner that a lock file names; None if it is not valid."""
     try:
         values = json.loads(content)
         owner = Owner(
@@ -348,7 +348,7 @@ def _born(pid: int) -> int | None:
 
 
 def _runs_here(owner: Owner | None) -> bool | None:
-    """Whether the owner is alive; None unless it is a process of this machine that this user can see."""
+    """Return whether the owner is alive; None unless it is a process of this machine that this user can see."""
     if owner is None or not owner.machine or owner.machine != _machine():
         return None
     born = _born(owner.pid)

@@ -65,7 +65,7 @@ class LockFile:
             aside.unlink()
 
     def now(self) -> int:
-        """The file server's clock, which stamps the files of this folder, in ns."""
+        """Return the file server's clock, which stamps the files of this folder, in ns."""
         probe = self._beside(".now")
         probe.touch()
         try:
@@ -103,7 +103,7 @@ class LockFile:
 
 @singledispatch
 def lock_file(folder: Path, token: str) -> LockFile:
-    """The lock file of a folder, or of a place in a store."""
+    """Return the lock file of a folder, or of a place in a store."""
     return LockFile(folder, token)
 
 

@@ -42,7 +42,7 @@ class Allowance:
 
 
 def size_of(numbers: Any = ()) -> torch.Size:
-    """A torch.Size of at most 64 numbers: keys that hold one are hashed often."""
+    """Return a torch.Size of at most 64 numbers: keys that hold one are hashed often."""
     if not isinstance(numbers, tuple | list) or len(numbers) > MOST_DIMENSIONS:
         raise pickle.UnpicklingError(
             f"a shape in it is no tuple of at most {MOST_DIMENSIONS} numbers"
@@ -96,7 +96,7 @@ class Records:
     def class_of(
         self, kind: type, fields: Mapping[str, type | tuple[type, ...]]
     ) -> type:
-        """The class for objects of `kind`."""
+        """Return the class for objects of `kind`."""
         made = self._made
         allowance = self._allowance
 

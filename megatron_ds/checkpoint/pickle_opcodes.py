@@ -74,7 +74,7 @@ class Opcodes:
         self._run = re.compile(run, re.DOTALL)
 
     def check(self, content: bytes) -> bytes:
-        """The pickle as one frame, with BINPERSID after each opcode that makes a dict or a set.
+        """Return the pickle as one frame, with BINPERSID after each opcode that makes a dict or a set.
 
         Raises ValueError naming the first opcode that is not needed, or that extends beyond the end.
         """
@@ -90,7 +90,7 @@ class Opcodes:
         return _FRAME + length + changed
 
     def end_of(self, content: bytes | mmap.mmap, at: int = 0) -> int:
-        """The byte after the pickle that begins at byte `at`. Raises ValueError as `check` does."""
+        """Return the byte after the pickle that begins at byte `at`. Raises ValueError as `check` does."""
         return self._walk(content, at)[0]
 
     def _walk(
@@ -154,7 +154,7 @@ class Opcodes:
 
 
 def _end_of_protocol2(content: bytes | mmap.mmap, at: int) -> int:
-    """The byte after LONG_BINPUT, whose index is at most the size of the file, or after GLOBAL."""
+    """Return the byte after LONG_BINPUT, whose index is at most the size of the file, or after GLOBAL."""
     end = len(content)
     if content[at : at + 1] == _GLOBAL:
         # Two lines of text follow: a module and a name in it.

@@ -81,14 +81,14 @@ class Keys:
                 )
 
     def table(self, items: Iterable = ()) -> Table:
-        """A table of the items: a mapping, or pairs."""
+        """Return a table of the items: a mapping, or pairs."""
         made = Table(self.check)
         for key, value in items.items() if isinstance(items, dict) else items:
             made[key] = value
         return made
 
     def elements(self, elements: Iterable = ()) -> Table:
-        """A table whose keys are the elements of a set."""
+        """Return a table whose keys are the elements of a set."""
         made = Table(self.check)
         for element in elements:
             made.add(element)

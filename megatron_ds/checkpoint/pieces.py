@@ -94,7 +94,7 @@ def key(piece: Piece) -> str:
 
 
 def views(piece: Piece, coordinates: Coordinates) -> list[View]:
-    """The rectangles of a piece as views of its memory. No view contains padding."""
+    """Return the rectangles of a piece as views of its memory. No view contains padding."""
     tensor = piece.tensor
     assert (
         tensor.dim() == 1
@@ -125,7 +125,7 @@ def values_of(piece: Piece, view: View) -> torch.Tensor:
 
 
 def _view(piece: Piece, shape: Corner, box: Box) -> torch.Tensor:
-    """The box in the piece's memory, with the strides of the shard. It may be non-contiguous there."""
+    """Return the box in the piece's memory, with the strides of the shard. It may be non-contiguous there."""
     tensor = piece.tensor.detach()
     first = flat_offset(shape, box.local) - piece.start
     return tensor.as_strided(
@@ -136,12 +136,12 @@ def _view(piece: Piece, shape: Corner, box: Box) -> torch.Tensor:
 def rectangle(
     tensor: torch.Tensor, offset: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """A rectangle of a tensor as a view."""
+    """Return a rectangle of a tensor as a view."""
     return tensor[tuple(slice(at, at + n) for at, n in zip(offset, sizes))]
 
 
 def written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> list[Piece]:
-    """The pieces that this rank writes. Exactly one of the ranks that hold the same content writes it.
+    """Return the pieces that this rank writes. Exactly one of the ranks that hold the same content writes it.
 
     A copy of a tied parameter has the original's name; only the original is written. The writer among
     replicas follows from a hash of the name: ranks agree without communication and share the work.
@@ -163,7 +163,7 @@ def _is_writer(piece: Piece, coordinates: Coordinates) -> bool:
 def logical_boxes(
     spec: ParamSpec, coordinates: Coordinates, start: int, stop: int
 ) -> tuple[Box, ...]:
-    """The boxes of the logical tensor that hold elements [start, stop) of the flattened shard.
+    """Return the boxes of the logical tensor that hold elements [start, stop) of the flattened shard.
 
     Each element of the interval that is not padding lies in exactly one box. `Box.local` counts in the shard,
     not in the interval.

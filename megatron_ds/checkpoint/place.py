@@ -13,7 +13,7 @@ NAMELESS = ("s3:///", "gs:///")
 
 
 def is_store(directory: str | os.PathLike) -> bool:
-    """Whether the text names a place in a store: "s3://bucket/run"."""
+    """Return whether the text names a place in a store: "s3://bucket/run"."""
     return "://" in str(directory)
 
 
@@ -23,7 +23,7 @@ def absolute(directory: str | os.PathLike) -> str:
 
 
 def place_of(directory: str | os.PathLike) -> Path:
-    """The folder as a Path, or the place in a store as a `upath.UPath`, which has the same methods.
+    """Return the folder as a Path, or the place in a store as a `upath.UPath`, which has the same methods.
 
     Raises CheckpointError for a store without a bucket, and when its libraries are not installed.
     """

@@ -74,7 +74,7 @@ def checksum_of(content: Mapping) -> str:
 
 
 def entry_of(size: int, crc32: int) -> dict[str, Any]:
-    """The entry of a file in the table `files`."""
+    """Return the entry of a file in the table `files`."""
     return {"bytes": size, "crc32": f"{crc32:08x}"}
 
 
@@ -95,7 +95,7 @@ def check_crc32(content: bytes, entry: Mapping) -> None:
 
 
 def read_run_file(path: Path) -> dict:
-    """The valid values. Raises CheckpointError when run.json is missing, damaged, or of a later format."""
+    """Return the valid values. Raises CheckpointError when run.json is missing, damaged, or of a later format."""
     file = path / RUN_FILE
     try:
         return _validated(file, json.loads(read_regular(file)))
@@ -172,7 +172,7 @@ def unloadable(
 
 
 def progress_of(run: Mapping) -> Progress:
-    """The progress of training; counters that this version does not know are left out."""
+    """Return the progress of training; counters that this version does not know are left out."""
     known = {field.name for field in fields(Progress)}
     return Progress(
         **{name: value for name, value in run["progress"].items() if name in known}
@@ -180,7 +180,7 @@ def progress_of(run: Mapping) -> Progress:
 
 
 def _problems(run: Mapping, step_of_folder: int | None) -> Iterator[str]:
-    """The problems of `run`. Use the first only: later checks rely on earlier ones."""
+    """Yield the problems of `run`. Use the first only: later checks rely on earlier ones."""
     if "checksum" in run or run["format_version"] >= 2:
         if run.get("checksum") != (found := checksum_of(run)):
             yield f"its values have the checksum {found}, and it records {run.get('checksum')}"
@@ -305,7 +305,7 @@ def _show(value: Any) -> str:
 
 
 def damaged_files(path: Path) -> Iterator[str]:
-    """A sentence for each file of the checkpoint at `path` whose size or checksum differs from the saved one.
+    """Yield a sentence for each file of the checkpoint at `path` whose size or checksum differs from the saved one.
 
     Reads everything, each file once. Raises CheckpointError when run.json itself is damaged, or is of format
     1, which has no checksums.

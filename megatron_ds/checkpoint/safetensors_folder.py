@@ -116,7 +116,7 @@ def cut_into_files(
 
 
 def header_of(entries: Sequence[TensorEntry]) -> bytes:
-    """The bytes of a file before its first tensor."""
+    """Return the bytes of a file before its first tensor."""
     places: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in entries:
@@ -195,7 +195,7 @@ def _hidden(name: str) -> str:
 def from_safetensors(
     directory: str | os.PathLike,
 ) -> Callable[[str, int, torch.Tensor], None]:
-    """A function read(name, start, out) that fills flat `out` with elements of a tensor, from `start` on.
+    """Return a function read(name, start, out) that fills flat `out` with elements of a tensor, from `start` on.
 
     It reads only the rows that it needs. Raises CheckpointError when the folder has no safetensors; the
     function raises it when there is no such tensor, or when the tensor is too small.

@@ -98,7 +98,7 @@ class Saving:
         return self._world.rank == 0
 
     def own(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The pieces that this rank writes."""
+        """Return the pieces that this rank writes."""
         return written_here(pieces, self._coordinates)
 
     def begin(self, pieces: Iterable[Piece], run: Mapping) -> None:
@@ -177,7 +177,7 @@ class Saving:
         return self._guarded(publish)
 
     def agree(self, published: Callable[[], Path]) -> Path:
-        """The path of the checkpoint on all ranks. Collective over the world.
+        """Return the path of the checkpoint on all ranks. Collective over the world.
 
         published: called on rank 0, it waits for `publish`, and raises its error
         """

@@ -50,7 +50,7 @@ class SavedRun:
 
 
 def saved_run_in(folder: Path) -> SavedRun | None:
-    """The run in `folder`; None when a new run may save there: it has no checkpoint and no metrics."""
+    """Return the run in `folder`; None when a new run may save there: it has no checkpoint and no metrics."""
     steps = folders.steps_in(folder)
     metrics = folder / METRICS
     path = folders.find(folder, steps[-1]) if steps else None
@@ -91,7 +91,7 @@ def check_vacant(
 
 
 def _run_of_metrics(metrics: Path) -> str | None:
-    """The run id in the last complete record of a metrics file; None when there is none."""
+    """Return the run id in the last complete record of a metrics file; None when there is none."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - 65_536))
@@ -146,7 +146,7 @@ def _new_directory(folder: Path, name: str) -> Path:
 
 
 def run_id_of(run: Mapping) -> str | None:
-    """The run id in a run.json; None when it has none, or one that cannot be part of a file name."""
+    """Return the run id in a run.json; None when it has none, or one that cannot be part of a file name."""
     run_id = run.get("run_id")
     return (
         run_id

@@ -128,14 +128,14 @@ class Copies:
 
 
 def _host_memory(source: torch.Tensor) -> torch.Tensor:
-    """A flat tensor of the host, of the size and dtype of `source`."""
+    """Return a flat tensor of the host, of the size and dtype of `source`."""
     if source.is_cuda:
         return page_locked(source.numel(), source.dtype)
     return torch.empty(source.shape, dtype=source.dtype)
 
 
 def _tiles(copied: CopiedPiece) -> Iterator[CopiedPiece]:
-    """The piece in parts of `TILE` elements."""
+    """Yield the piece in parts of `TILE` elements."""
     for tile in copied.tensor.view(-1).split(TILE):
         yield replace(copied, tensor=tile)
 

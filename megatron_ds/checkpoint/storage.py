@@ -134,7 +134,7 @@ class Chunk:
 
 
 def chunks_of(pieces: Iterable[Piece], coordinates: Coordinates) -> Iterator[Chunk]:
-    """The chunks of pieces from `pieces.written_here`."""
+    """Yield the chunks of pieces from `pieces.written_here`."""
     seen: set[dcp.MetadataIndex] = set()
     for piece in pieces:
         for view in views(piece, coordinates):
@@ -171,7 +171,7 @@ class Writer(FileSystemWriter):
 
 
 def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
-    """The index of all ranks' chunks. Raises CheckpointError unless they hold every element once."""
+    """Return the index of all ranks' chunks. Raises CheckpointError unless they hold every element once."""
     seen: dict[str, tuple] = {}
     for item in itertools.chain.from_iterable(plan.items for plan in plans):
         about = item.tensor_data
@@ -277,7 +277,7 @@ def _hint(stored: Iterable[str]) -> str:
 def _items(
     name: str, stored: dcp.TensorStorageMetadata, targets: Iterable[View]
 ) -> list[ReadItem]:
-    """The parts of stored chunks that fill the views `targets` of a tensor."""
+    """Return the parts of stored chunks that fill the views `targets` of a tensor."""
     wanted = [_chunk(view) for view in targets]
     items = create_read_items_for_chunk_list(name, stored, wanted)
     found = sum(math.prod(item.lengths) for item in items)
@@ -303,7 +303,7 @@ class Reader:
         self.has_checksums = save_id_in(self.index) is not None
 
     def whole(self, name: str) -> torch.Tensor | None:
-        """A tensor that is stored as one chunk; None for others."""
+        """Return a tensor that is stored as one chunk; None for others."""
         stored = self.tensors[name]
         if len(stored.chunks) != 1:
             return None

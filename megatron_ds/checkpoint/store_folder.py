@@ -50,7 +50,9 @@ _FILES = re.compile(r"iter_\d{7,}\.[0-9a-f]{8}")
 
 
 def open_store(text: str) -> UPath:
-    """The place of "s3://bucket/run". Keys and endpoints are those of the environment, as of the store's tools."""
+    """Return the place of "s3://bucket/run". Keys and endpoints are those of the environment, as of the
+    store's tools.
+    """
     return UPath(text.rstrip("/"), use_listings_cache=False)
 
 
@@ -88,7 +90,9 @@ def _parsed(content: bytes) -> _Commit:
 
 
 def _files_at(path: UPath, commit: _Commit) -> UPath | None:
-    """The files that a commit names; None if it only announces some. Raises CheckpointError for other names."""
+    """Return the files that a commit names; None if it only announces some. Raises CheckpointError for other
+    names.
+    """
     if commit.writing and not commit.files:
         return None
     step = path.name.removesuffix(COMMIT)

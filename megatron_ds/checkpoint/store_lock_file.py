@@ -56,7 +56,7 @@ class StoreLockFile(LockFile):
             objects.remove(self.path, found)
 
     def now(self) -> int:
-        """The clock of the store, in ns."""
+        """Return the clock of the store, in ns."""
         self._clock.write_bytes(b"")
         try:
             return _time_of(self._clock)

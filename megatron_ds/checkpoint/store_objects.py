@@ -33,7 +33,7 @@ class Conditions(Protocol):
     """Conditional requests of one kind of store. Each raises an error of any class if the condition does not hold."""
 
     def version(self, path: UPath) -> str:
-        """The version of an object. Raises FileNotFoundError."""
+        """Return the version of an object. Raises FileNotFoundError."""
 
     def replace(self, path: UPath, content: bytes, version: str) -> None:
         """Write the object if it has this version."""
@@ -43,7 +43,7 @@ class Conditions(Protocol):
 
 
 def read(path: UPath) -> ReadObject | None:
-    """The object; None when there is none."""
+    """Return the object; None when there is none."""
     conditions = conditions_of(path.fs)
     try:
         before = conditions.version(path)
@@ -163,6 +163,6 @@ CONDITIONS: dict[str, Conditions] = {
 
 
 def conditions_of(store: AbstractFileSystem) -> Any:
-    """The conditional requests of a store."""
+    """Return the conditional requests of a store."""
     names = (store.protocol,) if isinstance(store.protocol, str) else store.protocol
     return next((CONDITIONS[name] for name in names if name in CONDITIONS), _Others())

@@ -69,11 +69,11 @@ class TensorStream:
         self._entry_of = {entry.name: entry for entry in self.entries}
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
-        """The tensors in the order of `entries`; None on ranks other than 0."""
+        """Return the tensors in the order of `entries`; None on ranks other than 0."""
         return self.tensors([entry.name for entry in self.entries])
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor | None]:
-        """The tensors of these names; None on ranks other than 0.
+        """Yield the tensors of these names; None on ranks other than 0.
 
         Collective: all ranks pass the same names and exhaust the iterator.
         """
@@ -97,7 +97,7 @@ class TensorStream:
             world.transport.isend(message, 0, TAG).wait()
 
     def _receive(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor, on the CPU of rank 0."""
+        """Return the whole tensor, on the CPU of rank 0."""
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         transport = self._world.transport
         # Rank 0 copies its own rectangles, and receives those of the others in their order.
@@ -121,7 +121,7 @@ class TensorStream:
 
 
 def _sends(piece: Piece, coordinates: Coordinates) -> bool:
-    """Whether this rank is the first that holds the content: rank 0 then uses its own copy."""
+    """Return whether this rank is the first that holds the content: rank 0 then uses its own copy."""
     tp_rank, _ = coordinates.get("tp", (0, 1))
     is_split = piece.spec.is_split_over("tp")
     is_first = piece.replica == 0 and (is_split or tp_rank == 0)
@@ -183,7 +183,7 @@ class StoredTensors:
         return self._keys
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor, cast to the dtype of `entry`, which may differ from that of the checkpoint."""
+        """Return the whole tensor, cast to the dtype of `entry`, which may differ from that of the checkpoint."""
         from .storage import Reading
 
         kind = self._kind_of[entry.name]
@@ -198,5 +198,5 @@ class StoredTensors:
         return flat.view(entry.shape)
 
     def read_all(self, entries: Sequence[TensorEntry]) -> Iterator[torch.Tensor]:
-        """The tensors of `entries`, each read when the iterator reaches it."""
+        """Return the tensors of `entries`, each read when the iterator reaches it."""
         return (self.read(entry) for entry in entries)

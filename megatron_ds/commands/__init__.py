@@ -46,7 +46,7 @@ def _training(summary: str, *before: str, **defaults: Any) -> Command:
 
 
 def _alone(module: str, summary: str) -> Command:
-    """A command of one process, whatever launcher started it."""
+    """Return a command of one process, whatever launcher started it."""
     return Command(module, summary, "run_tool", rank=0)
 
 
@@ -261,7 +261,7 @@ def _function_of(command: Command) -> Any:
 
 
 def overview() -> str:
-    """The page of `megatron-ds --help`."""
+    """Return the page of `megatron-ds --help`."""
     listed = {**COMMANDS, **_added_commands()}
     width = max(map(len, listed)) + 4
     columns = min(shutil.get_terminal_size().columns, 110)

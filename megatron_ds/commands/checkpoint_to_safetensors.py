@@ -41,7 +41,7 @@ DTYPES = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of the command. Raises ConfigError."""
+    """Return the flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     # What is read and written; then the format of the files.

@@ -17,7 +17,7 @@ from megatron_ds.errors import CheckpointError
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of the command. Raises ConfigError."""
+    """Return the flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     parser.add_argument(
         "--load",

@@ -76,7 +76,7 @@ def _versions() -> dict[str, tuple[Any, str]]:
 
 
 def _features() -> list[str]:
-    """The modules with features, with the hash of the file of each."""
+    """Return the modules with features, with the hash of the file of each."""
     found = []
     for origin in origins():
         file = getattr(sys.modules.get(origin.module), "__file__", None)

@@ -17,7 +17,7 @@ Rule = Callable[[RunConfig], Iterable[str]]
 
 
 def problems_of(rules: Iterable[Rule], config: RunConfig) -> Iterator[str]:
-    """The problems that the rules find, or raise as a ConfigError, which ends the rule.
+    """Yield the problems that the rules find, or raise as a ConfigError, which ends the rule.
 
     In a problem, `[seed]` or `[train.seed]` stands for that option as the user wrote it (`written`).
     """
@@ -46,7 +46,7 @@ def given(config: RunConfig, paths: Iterable[str], problem: str) -> Iterator[str
 
 
 def flag(path: str) -> str:
-    """The main flag of an option."""
+    """Return the main flag of an option."""
     return all_options()[path].flag
 
 
@@ -73,7 +73,7 @@ def written(config: RunConfig, path: str) -> str:
 
 
 def _with_value(option: Option, name: str, value: Any) -> str:
-    """The words that give an option its value; a switch has a flag for each of its values."""
+    """Return the words that give an option its value; a switch has a flag for each of its values."""
     if option.kind is bool:
         return option.flag if value else option.negative
     return f"{name} {value_text(value)}"
@@ -116,7 +116,7 @@ def all_of(texts: Sequence[str]) -> str:
 
 
 def needed(wanted: Need) -> list[str]:
-    """The flags, with their values, one of which an option needs: ["--zero-stage 2 or 3"]."""
+    """Return the flags, with their values, one of which an option needs: ["--zero-stage 2 or 3"]."""
     return [
         f"{flag(path)} {either(values)}" if values else flag(path)
         for path, values in wanted.choices
@@ -124,7 +124,7 @@ def needed(wanted: Need) -> list[str]:
 
 
 def _are_consecutive(values: Sequence[Any]) -> bool:
-    """Whether the values are integers, each one above the one before."""
+    """Return whether the values are integers, each one above the one before."""
     first = values[0]
     if not isinstance(first, int):
         return False
@@ -137,12 +137,12 @@ def _are_consecutive(values: Sequence[Any]) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, in rising order."""
+    """Return the divisors of a number, in rising order."""
     return list(grid.divisors(number))
 
 
 def neighbours(number: int, step: int) -> str:
-    """The two multiples of `step` next to `number`: "8 or 12"."""
+    """Return the two multiples of `step` next to `number`: "8 or 12"."""
     below = number // step * step
     above = below + step
     if below == 0:

@@ -24,12 +24,12 @@ OF_DEEPSPEED = (
 
 
 def moe_notes(config: RunConfig) -> list[str]:
-    """The notes on a configuration without problems; none without experts."""
+    """Return the notes on a configuration without problems; none without experts."""
     return list(problems_of(NOTES, config)) if config.model.num_experts else []
 
 
 def from_deepspeed(config: RunConfig) -> bool:
-    """Whether a flag was spelled as in Megatron-DeepSpeed only."""
+    """Return whether a flag was spelled as in Megatron-DeepSpeed only."""
     return any(source.name in OF_DEEPSPEED for source in config.sources.values())
 
 

@@ -66,7 +66,7 @@ class OptimizerFacts:
         )
 
     def numbers(self, settings: OptimizerConfig) -> dict[str, Any]:
-        """The hyper-parameters of a parameter group, under torch's names."""
+        """Return the hyper-parameters of a parameter group, under torch's names."""
         values = {
             key: tuple(getattr(settings, name) for name in names)
             for key, names in self.all_params.items()

@@ -50,7 +50,7 @@ def parse(
     env: Mapping[str, str] | None = None,
     settings: Sequence[Setting] = (),
 ) -> RunConfig:
-    """The configuration that `argv` describes, for `world_size` ranks.
+    """Return the configuration that `argv` describes, for `world_size` ranks.
 
     defaults  field name → value: the defaults of an entry script. Files and flags override them
     known     path → the names that the option may have, for options that name an entry of a registry of a

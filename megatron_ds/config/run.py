@@ -126,7 +126,7 @@ class RunConfig:
         return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
 
     def grid(self, world_size: int | None = None) -> Grid:
-        """The grid of the ranks. Raises ConfigError if the sizes of the axes do not divide their number."""
+        """Return the grid of the ranks. Raises ConfigError if the sizes of the axes do not divide their number."""
         p = self.parallel
         return Grid.fit(
             self.world_size if world_size is None else world_size,
@@ -205,11 +205,11 @@ class RunConfig:
         return getattr(self.section(section), name)
 
     def is_default(self, path: str) -> bool:
-        """Whether the option has its default value, from whatever source."""
+        """Return whether the option has its default value, from whatever source."""
         return self.get(path) == all_options()[path].default
 
     def source(self, path: str) -> str:
-        """The source of a value, for messages: "--lr", "gpt.yaml:12", or "default"."""
+        """Return the source of a value, for messages: "--lr", "gpt.yaml:12", or "default"."""
         return str(self.sources.get(path, "default"))
 
     def with_values(self, values: Mapping[str, Any], source: Source) -> "RunConfig":
@@ -312,12 +312,12 @@ def all_options() -> Mapping[str, Option]:
 
 
 def options_in(section: str) -> list[Option]:
-    """The options of a section, in the order of declaration."""
+    """Return the options of a section, in the order of declaration."""
     return [option for option in all_options().values() if option.section == section]
 
 
 def non_default(config: RunConfig) -> Iterator[tuple[Option, Any]]:
-    """The options whose value is not the default."""
+    """Return the options whose value is not the default."""
     return (
         (option, config.get(path))
         for path, option in all_options().items()

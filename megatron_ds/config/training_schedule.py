@@ -25,7 +25,7 @@ from .run import RunConfig
 
 
 def make_learning_rates(config: RunConfig) -> dict[str, Ramp[float]]:
-    """The learning rates of a run by name: MAIN_RATE, and DECOUPLED_RATE with --decoupled-lr."""
+    """Return the learning rates of a run by name: MAIN_RATE, and DECOUPLED_RATE with --decoupled-lr."""
     optimizer = config.optimizer
     rates = {MAIN_RATE: make_learning_rate(config)}
     if optimizer.decoupled_lr is not None:
@@ -43,7 +43,7 @@ def make_learning_rates(config: RunConfig) -> dict[str, Ramp[float]]:
 def make_learning_rate(
     config: RunConfig, limits: tuple[float, float] | None = None
 ) -> Ramp[float]:
-    """The learning rate, over tokens (`counts_tokens`) or over samples of steps that were not skipped.
+    """Return the learning rate, over tokens (`counts_tokens`) or over samples of steps that were not skipped.
 
     limits: the highest and the lowest; None: --lr and --min-lr
     """
@@ -103,7 +103,7 @@ def make_learning_rate(
 def _deepspeed_rate(
     optimizer: OptimizerConfig, limits: tuple[float, float], decay: int, batch: int
 ) -> DeepSpeedRate:
-    """The learning rate of DeepSpeed's WarmupLR and its kin.
+    """Return the learning rate of DeepSpeed's WarmupLR and its kin.
 
     limits: the highest and the lowest; decay: in samples; batch: samples of a step
     """
@@ -150,8 +150,8 @@ def _cycle(config: RunConfig) -> Cycle:
 
 
 def counts_tokens(config: RunConfig) -> bool:
-    """Whether the learning rate counts tokens: because a span is in tokens, or because only the length of training
-    is given, in tokens."""
+    """Return whether the learning rate counts tokens: because a span is in tokens, or because only the length of
+    training is given, in tokens."""
     optimizer = config.optimizer
     spans = ("lr_decay", "lr_warmup", "lr_wsd_decay")
     if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
@@ -173,7 +173,7 @@ def token_count(config: RunConfig) -> TokenCount:
 
 
 def make_weight_decay(config: RunConfig) -> Ramp[float]:
-    """The weight decay of a run, over tokens if its length is in tokens."""
+    """Return the weight decay of a run, over tokens if its length is in tokens."""
     optimizer = config.optimizer
     tokens = config.train.train_tokens
     start = optimizer.start_weight_decay
@@ -188,7 +188,7 @@ def make_weight_decay(config: RunConfig) -> Ramp[float]:
 
 
 def make_batch_size(config: RunConfig) -> BatchSize:
-    """The global batch size of a run as a function of the consumed samples, valid on its number of ranks."""
+    """Return the global batch size of a run as a function of the consumed samples, valid on its number of ranks."""
     ramp = stated_batch_size(config)
     if config.train.decrease_batch_size_if_needed:
         return ramp.rounded_down(
@@ -198,7 +198,7 @@ def make_batch_size(config: RunConfig) -> BatchSize:
 
 
 def stated_batch_size(config: RunConfig) -> BatchSize:
-    """The batch size without --decrease-batch-size-if-needed, which depends on the number of ranks."""
+    """Return the batch size without --decrease-batch-size-if-needed, which depends on the number of ranks."""
     train = config.train
     if train.step_batch_size_schedule:
         return BatchSize(

@@ -40,7 +40,7 @@ class BlockExchange(Protocol):
     def backward(
         self, own: torch.Tensor, group: Group, add: AddGradient
     ) -> torch.Tensor:
-        """The sum over the group of the gradients of this rank's block, fp32. Collective over the group.
+        """Return the sum over the group of the gradients of this rank's block, fp32. Collective over the group.
 
         add: called for each block, which may be overwritten or freed after the call
         """
@@ -73,7 +73,7 @@ class Ring:
     def backward(
         self, own: torch.Tensor, group: Group, add: AddGradient
     ) -> torch.Tensor:
-        """The sum over the group of the gradients of this rank's block, fp32, of its shape.
+        """Return the sum over the group of the gradients of this rank's block, fp32, of its shape.
 
         The sum that arrives with a block is added after this rank's own gradient. Collective over the group.
         """
@@ -115,7 +115,7 @@ class Gather:
     def backward(
         self, own: torch.Tensor, group: Group, add: AddGradient
     ) -> torch.Tensor:
-        """The sum over the group of the gradients of this rank's block, fp32, of its shape.
+        """Return the sum over the group of the gradients of this rank's block, fp32, of its shape.
 
         Collective over the group.
         """

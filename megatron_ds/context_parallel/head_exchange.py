@@ -56,7 +56,7 @@ class ToTokens:
         return to_tokens(out, self.group, self.order)
 
     def of_rows(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """The same; the gradient of lse, fp32 [b, heads/c, s], is D = rowsum(dO ∘ O). Collective."""
+        """Return the same; the gradient of lse, fp32 [b, heads/c, s], is D = rowsum(dO ∘ O). Collective."""
         return _KeptByToken.apply(self.group, self.order, out, lse)
 
 

@@ -86,7 +86,7 @@ def set_allocator(keep_freed: bool) -> AllocatorSetting:
 
 
 def allocator_text() -> str:
-    """What `set_allocator` did, in one line; empty before."""
+    """Return what `set_allocator` did, in one line; empty before."""
     return "".join(map(str, _SETTINGS))
 
 

@@ -111,7 +111,7 @@ def make_io(
     threads: int = 8,
     block_bytes: int = 1 << 20,
 ) -> AsyncIO:
-    """The engine of that name; "auto" is io_uring where it works, else threads, with one line in the log.
+    """Return the engine of that name; "auto" is io_uring where it works, else threads, with one line in the log.
 
     queue_depth, threads: blocks in flight together, of io_uring and of threads. Raises ConfigError for other
     names, impossible numbers, and for io_uring where it does not work.

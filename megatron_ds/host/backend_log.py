@@ -31,7 +31,7 @@ def only_errors() -> Iterator[None]:
 
 
 def _level() -> ctypes.c_int | None:
-    """The variable of c10 that holds the level."""
+    """Return the variable of c10 that holds the level."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")

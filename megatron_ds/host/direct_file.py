@@ -124,7 +124,7 @@ class DirectFile(BlockFile):
         self._flight: Future | None = None
 
     def fileno(self) -> int:
-        """The descriptor without O_DIRECT, such as for os.fsync."""
+        """Return the descriptor without O_DIRECT, such as for os.fsync."""
         return self._fd
 
     def sync(self) -> None:
@@ -220,7 +220,7 @@ def read_range(path: str | os.PathLike, offset: int, length: int) -> torch.Tenso
 
 
 def _is_cached(fd: int, offset: int, length: int) -> bool:
-    """Whether the page cache has most of the range. False where this is unknown.
+    """Return whether the page cache has most of the range. False where this is unknown.
 
     A read with RWF_NOWAIT does not answer that: where the disk is fast, it succeeds by reading the page.
     """

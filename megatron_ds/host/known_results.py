@@ -63,8 +63,8 @@ def result_of(function: OpOverload, args: tuple, kwargs: dict) -> object:
 
 @functools.cache
 def _is_in_python(function: OpOverload) -> bool:
-    """Whether torch may work out the shapes of the operation in Python, and its result shares no memory with its
-    arguments, except if it is one of them."""
+    """Return whether torch may work out the shapes of the operation in Python, and its result shares no memory with
+    its arguments, except if it is one of them."""
     schema = function._schema
     if not schema.is_mutable:
         if any(result.alias_info for result in schema.returns):
@@ -89,7 +89,7 @@ def _learn(key: tuple, given: tuple, result: object) -> None:
 
 
 def _are_fresh(parts: Sequence[object], given: tuple) -> bool:
-    """Whether each part is None or a tensor that fills a storage which no other tensor has."""
+    """Return whether each part is None or a tensor that fills a storage which no other tensor has."""
     storages = {_storage(t) for t in _tensors(given)}
     for part in parts:
         if part is None:
@@ -107,7 +107,7 @@ def _are_fresh(parts: Sequence[object], given: tuple) -> bool:
 
 
 def _fills_storage(t: torch.Tensor) -> bool:
-    """Whether a new tensor of the same form has a storage of the same size."""
+    """Return whether a new tensor of the same form has a storage of the same size."""
     if t.storage_offset() != 0:
         return False
     needed = _new(*_form(t)).untyped_storage().nbytes()
@@ -147,7 +147,7 @@ def _description(value: object) -> object:
 
 
 def _tensors(values: Iterable) -> Iterable[torch.Tensor]:
-    """The tensors among values, and among those in lists."""
+    """Yield the tensors among values, and among those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

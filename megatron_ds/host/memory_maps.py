@@ -34,7 +34,7 @@ MS_SYNC = 4
 
 
 def round_up(n: int, unit: int) -> int:
-    """The first multiple of `unit` from n on."""
+    """Return the first multiple of `unit` from n on."""
     return -(-n // unit) * unit
 
 
@@ -133,7 +133,7 @@ def memory_at(address: int, nbytes: int) -> ctypes.Array:
 
 
 def os_error() -> OSError:
-    """The error of the last failed call of `libc`."""
+    """Return the error of the last failed call of `libc`."""
     code = ctypes.get_errno()
     return OSError(code, os.strerror(code))
 
@@ -199,7 +199,7 @@ class SharedPages:
         return self.allocate(numel * dtype.itemsize)[1].view(dtype)
 
     def start_of(self, tensor: torch.Tensor) -> int | None:
-        """The first byte of a tensor in this rank's file; None if it is elsewhere."""
+        """Return the first byte of a tensor in this rank's file; None if it is elsewhere."""
         at = tensor.data_ptr()
         return next(
             (

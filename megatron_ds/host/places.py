@@ -236,7 +236,7 @@ class PlaceWriter:
         self._map[ANSWERS] = 1
 
     def is_record_wanted(self) -> bool:
-        """Whether the launcher waits for the record of collectives."""
+        """Return whether the launcher waits for the record of collectives."""
         return self._map[REQUEST] == WANTED
 
     def record_is_written(self) -> None:
@@ -279,7 +279,7 @@ class PlaceWriter:
 
 
 def read_places(path: Path, newest_only: bool = False) -> PlacesRead | None:
-    """What a rank has written; None before its first entry is complete."""
+    """Return what a rank has written; None before its first entry is complete."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -300,7 +300,7 @@ def read_places(path: Path, newest_only: bool = False) -> PlacesRead | None:
 
 
 def _device(data: bytes, words: list[str]) -> DeviceEntry | None:
-    """The place of the GPU; None where there is none, or where it is being written."""
+    """Return the place of the GPU; None where there is none, or where it is being written."""
     looked, since, step, done, launched, moment, microbatch, stage, word, again = (
         DEVICE.unpack_from(data, DEVICE_START)
     )
@@ -331,7 +331,7 @@ def request_record(path: Path) -> bool:
 
 
 def is_record_written(path: Path) -> bool:
-    """Whether the rank of a file has answered the request."""
+    """Return whether the rank of a file has answered the request."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(REQUEST)
         return file.read(1) == bytes([ANSWERED])
@@ -414,7 +414,7 @@ WAITING_FOR_DEVICE = _Waiting(FOR_DEVICE)
 
 
 def waited_seconds() -> float:
-    """How long this process has waited for other ranks since it began, and for its device."""
+    """Return how long this process has waited for other ranks since it began, and for its device."""
     return (WAITING.nanoseconds + WAITING_FOR_DEVICE.nanoseconds) / 1e9
 
 

@@ -22,7 +22,7 @@ MOST_TEXT = 64 << 20  # bytes of a text that a user names and that is kept in me
 def open_regular(
     path: Path | str, error: type[MegatronDSError], name: str = ""
 ) -> BinaryIO:
-    """The file, opened to read bytes. Raises `error` for a pipe, socket, device or directory, and OSError.
+    """Return the file, opened to read bytes. Raises `error` for a pipe, socket, device or directory, and OSError.
 
     A pipe that the shell has opened for this process, as `<(command)` does, is read: its other end has a writer.
     name: of the file in messages, such as "--hostfile PATH"; the path by default
@@ -48,7 +48,7 @@ def read_text(
     most: int = MOST_TEXT,
     encoding: str = "utf-8",
 ) -> str:
-    """The text of a file that a user names, with line feeds at the ends of lines.
+    """Return the text of a file that a user names, with line feeds at the ends of lines.
 
     Arguments as of `open_regular` and `read_regular`. Raises `error`, OSError and UnicodeDecodeError.
     """
@@ -62,7 +62,7 @@ def read_regular(
     most: int | None = None,
     name: str = "",
 ) -> bytes:
-    """The bytes of a file, as `open_regular` opens it. most: their largest number; more raise `error`."""
+    """Return the bytes of a file, as `open_regular` opens it. most: their largest number; more raise `error`."""
     with open_regular(path, error, name) as file:
         if most is None:
             return file.read()

@@ -47,7 +47,7 @@ class Mark:
             self._event.wait()
 
     def is_completed(self) -> bool:
-        """Whether the stream has reached the mark. The host waits for a mark by mpu/host_reads.py."""
+        """Return whether the stream has reached the mark. The host waits for a mark by mpu/host_reads.py."""
         return self._event is None or self._event.query()
 
 
@@ -82,5 +82,5 @@ class SideStream:
 
 @cache
 def side_stream(device: torch.device, kind: str) -> SideStream:
-    """The stream of a device for one kind of work."""
+    """Return the stream of a device for one kind of work."""
     return SideStream(device, PRIORITIES.get(kind, 0))

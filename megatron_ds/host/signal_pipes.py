@@ -55,7 +55,9 @@ class SignalPipes:
             raise self._ended(peer) from error
 
     def receive(self, peer: int) -> Signal:
-        """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError after the timeout."""
+        """Return the next signal of a peer. Raises ConnectionError if it has ended, TimeoutError after the
+        timeout.
+        """
         signal = self.take(peer, self.timeout_seconds)
         if signal is None:
             raise TimeoutError(

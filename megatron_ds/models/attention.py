@@ -139,7 +139,7 @@ class Rotary:
 
 
 def make_rotary(config: ModelConfig) -> Rotary | None:
-    """The rotary embedding that all layers of a model share; None for other position embeddings."""
+    """Return the rotary embedding that all layers of a model share; None for other position embeddings."""
     if not config.is_rotary:
         return None
     return Rotary(
@@ -152,7 +152,7 @@ def make_rotary(config: ModelConfig) -> Rotary | None:
 
 
 def make_window_rotary(config: ModelConfig) -> Rotary | None:
-    """The rotary embedding of layers with a window, where it is not that of all layers; else None."""
+    """Return the rotary embedding of layers with a window, where it is not that of all layers; else None."""
     if config.window_rotary_base is None or not config.is_rotary:
         return None
     return Rotary(
@@ -182,7 +182,7 @@ def scaled_rotary_base(config: ModelConfig) -> float:
 
 
 def rotary_scalings(config: ModelConfig) -> tuple[Scaling, ...]:
-    """How the frequencies of the model's rotary embedding are scaled."""
+    """Return how the frequencies of the model's rotary embedding are scaled."""
     original = config.original_max_position_embeddings
     factor = config.rotary_seq_len_interpolation_factor
     if config.position_embedding_type == "yarn":
@@ -457,7 +457,7 @@ class CoreAttention(Core):
     def keep_mask(
         self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch
     ) -> KeepMask:
-        """Which probabilities are kept. Keys contain the global number of a head, so its mask is the same on
+        """Return which probabilities are kept. Keys contain the global number of a head, so its mask is the same on
         any rank."""
         heads, (rows, picked) = q.shape[2], batch.positions()
         first = self.head_rank * heads
@@ -474,7 +474,7 @@ class CoreAttention(Core):
 
 
 def visible_keys(pattern: AttentionPattern, batch: Batch) -> KeyVisibility:
-    """Which keys the tokens of a batch see.
+    """Return which keys the tokens of a batch see.
 
     Distances are those of the positions in whole sequences, also where only some of their tokens are present.
     """

@@ -19,7 +19,7 @@ class AttentionLayouts:
     def of_layer(
         self, config: ModelConfig, name: str, seed: int, causal: bool
     ) -> BlockLayout | None:
-        """The layout of the heads of a layer, for the longest sequence; None: tokens see all keys."""
+        """Return the layout of the heads of a layer, for the longest sequence; None: tokens see all keys."""
         return None
 
     def block_length(self, config: ModelConfig) -> int:
@@ -27,7 +27,7 @@ class AttentionLayouts:
         return 1
 
     def least_length(self, config: ModelConfig) -> int:
-        """The shortest sequence that has all blocks that the options name."""
+        """Return the shortest sequence that has all blocks that the options name."""
         return 1
 
 

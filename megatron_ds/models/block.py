@@ -133,7 +133,7 @@ def in_parallel(block: Block, x: torch.Tensor, batch: Batch) -> torch.Tensor:
 def _norm_after(
     config: ModelConfig, name: str, ctx: ParallelContext, leaf: str
 ) -> Norm | None:
-    """The norm of the output of a half of the block; None for models without it."""
+    """Return the norm of the output of a half of the block; None for models without it."""
     if not config.norm_after_sublayer:
         return None
     return make_norm(config, f"{name}.{leaf}", ctx)
@@ -147,7 +147,7 @@ def block_layers(
     rotary: Rotary | None,
     causal: bool = True,
 ) -> list[Layer]:
-    """The blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
+    """Return the blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
     blocks = []
     of_windows = make_window_rotary(config) or rotary
     for i, (experts, pattern) in enumerate(
@@ -190,7 +190,7 @@ def block_layers(
 
 
 def patterns(config: ModelConfig, causal: bool) -> list[AttentionPattern]:
-    """Which keys the queries of each block see."""
+    """Return which keys the queries of each block see."""
     whole = CAUSAL if causal else FULL
     left, right = (
         None if side == -1 else side for side in config.window_size or (-1, -1)
@@ -229,7 +229,7 @@ def transformer_block(
     pattern: AttentionPattern = CAUSAL,
     comm_type: str = "p2p",
 ) -> Block:
-    """The block of a transformer: self-attention and a feed-forward, dense or of some experts.
+    """Return the block of a transformer: self-attention and a feed-forward, dense or of some experts.
 
     comm_type: how context-parallel ranks share attention, of `context_attention.COMM_TYPES`
 

@@ -78,7 +78,7 @@ class SharedKeysAttention(Core):
     def arrange(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> Heads:
-        """The rank's heads of the tokens of a run."""
+        """Return the rank's heads of the tokens of a run."""
         ranks = self.run.size
         if ranks == 1:
             return q, k, v
@@ -175,7 +175,7 @@ class HeadsAttention(Core):
     def arrange(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> Heads:
-        """The rank's heads of all tokens."""
+        """Return the rank's heads of all tokens."""
         group = self.ctx.cp
         parts = q, spread_groups(k, group.size), spread_groups(v, group.size)
         q, k, v = to_heads(parts, group, self._order(batch, q))
@@ -195,7 +195,7 @@ class HeadsAttention(Core):
     def again(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        """The same. As the exchange keeps nothing, what repeats this stops before it, and the output is sent
+        """Return the same. As the exchange keeps nothing, what repeats this stops before it, and the output is sent
         once."""
         out = self.core(q, k, v, batch.whole)
         return to_tokens(
@@ -213,7 +213,7 @@ def _whole(batch: Batch) -> Batch:
 
 @lru_cache(maxsize=8)
 def _positions(part: SequenceSlice, length: int, ranks: int) -> tuple[Runs, ...]:
-    """The positions [length / n] of each run of `ranks` context-parallel ranks, in the order of its ranks."""
+    """Return the positions [length / n] of each run of `ranks` context-parallel ranks, in the order of its ranks."""
     return tuple(
         Runs(sum((part.runs(length, rank) for rank in range(first, first + ranks)), ()))
         for first in range(0, part.context.size, ranks)

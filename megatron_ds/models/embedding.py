@@ -87,7 +87,7 @@ class PositionEmbedding(nn.Module):
         self.weight = new_shard(spec, ctx)
 
     def forward(self, position_ids: torch.Tensor, rows: range) -> torch.Tensor:
-        """The vectors of `rows` of position_ids [b, s]: [s(/t), b, h], or [s(/t), 1, h] if all are alike.
+        """Return the vectors of `rows` of position_ids [b, s]: [s(/t), b, h], or [s(/t), 1, h] if all are alike.
 
         Raises ConfigError for a sequence that is longer than the table.
         """
@@ -121,7 +121,7 @@ class TokenTypeEmbedding(nn.Module):
         self.weight = new_shard(spec, ctx)
 
     def forward(self, token_types: torch.Tensor, rows: range) -> torch.Tensor:
-        """The vectors of `rows` of token_types [b, s]: [s(/t), b, h]."""
+        """Return the vectors of `rows` of token_types [b, s]: [s(/t), b, h]."""
         return lookup(self.weight, token_types[:, rows.start : rows.stop].t())
 
 
@@ -156,7 +156,7 @@ def padded_rows(config: ModelConfig, ctx: ParallelContext) -> int:
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """The nearest number of the dtype, as weights of published models were multiplied by. It makes no tensor,
+    """Return the nearest number of the dtype, as weights of published models were multiplied by. It makes no tensor,
     which a plan could not read."""
     mantissa, exponent = math.frexp(value)
     unit = torch.finfo(dtype).eps / 2

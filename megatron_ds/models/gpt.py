@@ -20,7 +20,7 @@ from .layer import Layer
 @MODELS.register("gpt")
 @language_model
 def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
-    """The layers of a GPT in forward order; nothing is allocated before a layer's `make()`."""
+    """Return the layers of a GPT in forward order; nothing is allocated before a layer's `make()`."""
     rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     norm = "decoder.final_layernorm"

@@ -94,7 +94,7 @@ def head_logits(
 
 
 def head_flops(config: ModelConfig, seq_length: int, vocab_size: int) -> LayerFlops:
-    """The product with the vocabulary."""
+    """Return the product with the vocabulary."""
     return LayerFlops(6.0 * seq_length * config.hidden_size * vocab_size)
 
 

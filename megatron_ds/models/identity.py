@@ -104,7 +104,7 @@ MOE_FIELDS = (
 
 
 def model_identity(model: ModelConfig) -> dict:
-    """The values that determine shapes and meaning of the weights. Those of experts only where there are any.
+    """Return the values that determine shapes and meaning of the weights. Those of experts only where there are any.
 
     `experts` is the number of experts of each layer, 0 for a dense one.
     """
@@ -124,7 +124,7 @@ def model_identity(model: ModelConfig) -> dict:
 
 
 def with_positions_of(ours: Mapping, theirs: Mapping) -> dict:
-    """The identity `theirs` with the positions of `ours`, if its weights fit those; else `theirs`.
+    """Return the identity `theirs` with the positions of `ours`, if its weights fit those; else `theirs`.
 
     Rotary frequencies and the longest sequence are in no weight; a table of learned positions is one.
     """
@@ -138,7 +138,7 @@ def with_positions_of(ours: Mapping, theirs: Mapping) -> dict:
 
 
 def why_positions_differ(ours: Mapping, theirs: Mapping) -> str:
-    """A sentence on what to do, if the identities differ in positions alone; else ""."""
+    """Return a sentence on what to do, if the identities differ in positions alone; else ""."""
     if _are_equal(theirs, ours):
         return ""
     if _are_equal(with_positions_of(ours, theirs), ours):
@@ -157,7 +157,7 @@ def why_positions_differ(ours: Mapping, theirs: Mapping) -> str:
 
 
 def _are_equal(theirs: Mapping, ours: Mapping) -> bool:
-    """Whether two identities are; one of a file has lists in place of tuples."""
+    """Return whether two identities are; one of a file has lists in place of tuples."""
     plain = [
         {
             name: list(value) if isinstance(value, tuple) else value

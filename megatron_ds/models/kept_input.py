@@ -45,7 +45,7 @@ class InputKeeper:
 
 
 def input_keeper(ctx: ParallelContext) -> InputKeeper | None:
-    """The keeper of all blocks that are built with `ctx`; None if blocks keep x itself."""
+    """Return the keeper of all blocks that are built with `ctx`; None if blocks keep x itself."""
     divides = ctx.recompute.partition and not ctx.sequence_parallel and ctx.tp.size > 1
     if not (divides or ctx.recompute.offload):
         return None

@@ -103,7 +103,7 @@ class HiddenDropout:
         self.ctx = ctx
 
     def is_active(self, batch: Batch) -> bool:
-        """Whether it changes anything."""
+        """Return whether it changes anything."""
         return self.p > 0 and batch.training
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -118,7 +118,7 @@ class HiddenDropout:
         return dropout_add(x, residual, self.p, **self._table(batch))
 
     def _table(self, batch: Batch) -> dict[str, object]:
-        """The random numbers of the rows of x, as `ops.dropout.dropout` takes them."""
+        """Return the random numbers of the rows of x, as `ops.dropout.dropout` takes them."""
         rows, picked = batch.positions(self.ctx.slice.rows(batch.seq_length))
         return {
             "seed": self.ctx.seed,

@@ -7,12 +7,12 @@ from .layer import pick
 
 
 def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> Norm:
-    """The norm of hidden states. With sequence parallelism its gradient is a sum over the rank's rows."""
+    """Return the norm of hidden states. With sequence parallelism its gradient is a sum over the rank's rows."""
     return _norm(config, config.hidden_size, name, ctx, partial_over=ctx.partial_over)
 
 
 def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> Norm:
-    """The norm of each head of queries or keys (Dehghani et al. 2023, arXiv:2302.05442, section 2).
+    """Return the norm of each head of queries or keys (Dehghani et al. 2023, arXiv:2302.05442, section 2).
 
     All heads share its weights. Tensor-parallel ranks hold different heads, so its gradient is always a
     partial sum over them.

@@ -30,12 +30,12 @@ def build_stages(stages: Mapping[int, Sequence[Layer]]) -> dict[int, nn.ModuleLi
 
 
 def build_stage(layers: Sequence[Layer]) -> nn.ModuleList:
-    """The modules of a stage, on a rank with one stage."""
+    """Return the modules of a stage, on a rank with one stage."""
     return _build_stage(layers, {})
 
 
 def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.ModuleList:
-    """The modules of a stage. Adds them to `built`, the modules of this rank by layer name."""
+    """Return the modules of a stage. Adds them to `built`, the modules of this rank by layer name."""
     blocks = 0
     shown = time.monotonic()
     for done, layer in enumerate(layers):
@@ -73,5 +73,5 @@ def run_layers(
 
 
 def count_uses(modules: nn.Module) -> Counter[nn.Parameter]:
-    """How many gradient contributions each parameter receives per backward of the stage, in forward order."""
+    """Return how many gradient contributions each parameter receives per backward of the stage, in forward order."""
     return Counter(p for _, p in modules.named_parameters(remove_duplicate=False))

@@ -104,7 +104,7 @@ class Balance:
             self.share.copy_(total.double() / whole.clamp(min=1))
 
     def tensors(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """What a checkpoint holds."""
+        """Yield what a checkpoint holds."""
         values = {"expert_bias": self.bias, "last_share": self.share}
         for leaf, spec in self.specs.items():
             value = values[leaf]
@@ -113,7 +113,7 @@ class Balance:
 
 
 def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
-    """The memories of all routers that need one, each once."""
+    """Return the memories of all routers that need one, each once."""
     inner = chain.from_iterable(module.modules() for module in modules)
     found = (getattr(each, "balance", None) for each in inner)
     needed = (each for each in found if isinstance(each, Balance) and each.is_needed)

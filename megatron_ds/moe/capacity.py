@@ -96,7 +96,7 @@ def _table(capacity: Capacity, longest: int) -> np.ndarray:
 def limit(
     routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext
 ) -> Routing:
-    """The routing with only those slots that its experts keep. Plans assume equal demand, up to the capacity.
+    """Return the routing with only those slots that its experts keep. Plans assume equal demand, up to the capacity.
 
     Collective over the ranks that divide a sequence, where the capacity is limited.
     """

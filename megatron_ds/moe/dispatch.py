@@ -113,7 +113,7 @@ class Dispatch:
         self._sort = _sorting(chunks, sum(counts))
 
     def _exchange(self, own: torch.Tensor) -> torch.Tensor:
-        """The rows [ep, t, E/ep] that each rank sends to the experts of this one, from its own [E]."""
+        """Return the rows [ep, t, E/ep] that each rank sends to the experts of this one, from its own [E]."""
         ep = self.groups.ep
         tp = self.groups.tp
         table = own[None]
@@ -138,7 +138,7 @@ class Dispatch:
         )
 
     def arrive(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of `send` → [n, h], sorted by expert. Collective over tp."""
+        """Return the rows of `send` → [n, h], sorted by expert. Collective over tp."""
         groups = self.groups
         if groups.sequence_parallel:
             rows = all_gather_rows(rows, self._of_tp, groups.tp)
@@ -222,7 +222,7 @@ def _columns_used(experts: torch.Tensor, kept: torch.Tensor | None) -> torch.Ten
 
 
 def _host(group: Group, *counted: tuple[torch.Tensor, int]) -> list[list[int]]:
-    """The numbers of each tensor, flat, on the host, which waits once. group: ranks that the wait depends on.
+    """Return the numbers of each tensor, flat, on the host, which waits once. group: ranks that the wait depends on.
 
     Each tensor is given with a planned total: without values the numbers are equal parts of it.
     """
@@ -240,6 +240,6 @@ def _equal_parts(total: int, count: int) -> list[int]:
 
 
 def _sums(numbers: Sequence[int], parts: int) -> list[int]:
-    """The sums of equal parts of the numbers, one after the other."""
+    """Return the sums of equal parts of the numbers, one after the other."""
     each = len(numbers) // parts
     return [sum(numbers[i * each : (i + 1) * each]) for i in range(parts)]

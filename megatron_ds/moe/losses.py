@@ -72,7 +72,7 @@ def of_micro_batch(
     last_share: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The load balancing loss over all tokens of the micro-batch; a scalar."""
+    """Return the load balancing loss over all tokens of the micro-batch; a scalar."""
     return _balance(totals.whole)
 
 
@@ -81,7 +81,7 @@ def of_sequences(
     last_share: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The mean over the sets of the load balancing loss of each; a scalar."""
+    """Return the mean over the sets of the load balancing loss of each; a scalar."""
     values = _balance(totals)
     return values.mean() if tokens is None else (values * tokens).sum()
 
@@ -120,7 +120,7 @@ BY_SEQUENCE = {
 
 
 def _weighted(config: ModelConfig) -> list[tuple[str, float]]:
-    """The load balancing losses in use, and their weights."""
+    """Return the load balancing losses in use, and their weights."""
     both = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
     return [(kind, weight) for kind, weight in both if weight and kind in SCOPES]
 

@@ -91,7 +91,7 @@ class PaddedDispatch:
         return self._swap(rows, waiting)
 
     def arrive(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of `send` → [ep n C E/ep, h], sorted by expert. Collective over tp."""
+        """Return the rows of `send` → [ep n C E/ep, h], sorted by expert. Collective over tp."""
         return (
             _ToExperts.apply(rows, self._shape, self.groups.tp)
             if self._is_divided
@@ -169,7 +169,7 @@ def _to_experts(
 def _from_experts(
     rows: torch.Tensor, shape: tuple[int, int, int], tp: Group
 ) -> torch.Tensor:
-    """The adjoint: [E_l ep n C, h] → the sum over tp of this rank's columns, [ep E_l n C, h/t]."""
+    """Return the adjoint: [E_l ep n C, h] → the sum over tp of this rank's columns, [ep E_l n C, h/t]."""
     ep, local, places = shape
     pieces = (
         rows.view(local, ep, places, tp.size, -1).permute(3, 1, 0, 2, 4).flatten(0, 3)

@@ -204,7 +204,7 @@ def choose(
     noise: torch.Tensor | None = None,
     tokens: Tokens | None = None,
 ) -> Routing:
-    """The k best experts of each token, from logits [T, E].
+    """Return the k best experts of each token, from logits [T, E].
 
     bias: [E], added to the scores for the choice only. noise: [T, E], added to the logits for the choice
     only. tokens: not used.
@@ -245,7 +245,7 @@ def choose_by_sinkhorn(
     noise: torch.Tensor | None,
     tokens: Tokens,
 ) -> Routing:
-    """The k best experts of each token after `sinkhorn` over all tokens of this rank; in evaluation before.
+    """Return the k best experts of each token after `sinkhorn` over all tokens of this rank; in evaluation before.
 
     Groups and bias have no effect.
     """
@@ -348,7 +348,7 @@ SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def choice_of(config: ModelConfig) -> Choice:
-    """The function that chooses, by `moe_router_load_balancing_type`; `choose` if that is a loss."""
+    """Return the function that chooses, by `moe_router_load_balancing_type`; `choose` if that is a loss."""
     named = [
         CHOICES[kind]
         for kind in config.moe_router_load_balancing_type

@@ -88,7 +88,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _failure_of(error: Exception | None, kind: Kind | None) -> _Failure | None:
-    """What the other ranks need to raise. The text of a foreign error begins with its class."""
+    """Return what the other ranks need to raise. The text of a foreign error begins with its class."""
     if error is None:
         return None
     if isinstance(error, MegatronDSError):

@@ -79,7 +79,7 @@ class _Side(NamedTuple):
     facts: dict[str, list]
 
     def shown(self, name: str) -> str:
-        """The value of a name with its source, rank and host."""
+        """Return the value of a name with its source, rank and host."""
         value, source = self.facts.get(name, (MISSING, ""))
         # Long values are cut.
         text = value if isinstance(value, str) else json.dumps(value)
@@ -93,7 +93,7 @@ class _Side(NamedTuple):
 
 
 def _hash_of(facts: Facts) -> str:
-    """A hash of names and values, without their sources."""
+    """Return a hash of names and values, without their sources."""
     values = {name: value for name, (value, _) in facts.items()}
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -118,7 +118,7 @@ def _unpacked(sent: bytes) -> tuple[str, dict[str, list]]:
 
 
 def _differences(one: _Side, other: _Side) -> str:
-    """The first names whose values differ, with the values of both sides."""
+    """Return the first names whose values differ, with the values of both sides."""
     text = lambda side, name: json.dumps(side.facts.get(name, [MISSING])[0])
     names = []
     for name in {**one.facts, **other.facts}:

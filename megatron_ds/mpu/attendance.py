@@ -53,7 +53,7 @@ class Attendance:
         self._is_kept = is_kept
 
     def arrive(self, deadline: float) -> dist.Store:
-        """The part of the store for the process group, when all ranks have come.
+        """Return the part of the store for the process group, when all ranks have come.
 
         deadline: a time of time.monotonic(). Raises CommunicationError, the same on all ranks of the job, when
         they cannot meet.
@@ -77,7 +77,7 @@ class Attendance:
         self._store.compare_set("verdict", "", problem)
 
     def has_begun(self, seconds: float) -> bool:
-        """Whether a process has come. Waits up to `seconds` for it."""
+        """Return whether a process has come. Waits up to `seconds` for it."""
         try:
             self._store.wait(["first"], timedelta(seconds=seconds))
         except dist.DistStoreError:
@@ -85,7 +85,7 @@ class Attendance:
         return True
 
     def is_informed(self) -> bool:
-        """Whether as many processes as the job has ranks know of its error."""
+        """Return whether as many processes as the job has ranks know of its error."""
         return self._store.add("informed", 0) >= self._member.world_size
 
     def leave_word(self, error: str) -> None:
@@ -115,7 +115,7 @@ class Attendance:
             self._store = _meeting(self._all, number)
 
     def _problem(self) -> str | None:
-        """How this process contradicts another one: what must be equal, then what must differ."""
+        """Return how this process contradicts another one: what must be equal, then what must differ."""
         mine = self._member
         first = self._set_or_read("first")
         if first.world_size != mine.world_size:
@@ -132,7 +132,7 @@ class Attendance:
         return None
 
     def _wait(self, deadline: float) -> str:
-        """The verdict. At the deadline it becomes the list of ranks that have not come."""
+        """Return the verdict. At the deadline it becomes the list of ranks that have not come."""
         try:
             seconds = max(0.01, deadline - time.monotonic())
             self._store.wait(["verdict"], timedelta(seconds=seconds))
@@ -155,7 +155,7 @@ class Attendance:
         )
 
     def _set_or_read(self, key: str) -> Member:
-        """The member in `key`, which is this process if there was none."""
+        """Return the member in `key`, which is this process if there was none."""
         return _member_of(self._store.compare_set(key, "", json.dumps(self._member)))
 
     def _verdict(self) -> str | None:
@@ -179,7 +179,9 @@ def _member_of(text: bytes) -> Member:
 def absent_ranks(
     store: dist.Store, ranks: Sequence[int], prefix: str = ""
 ) -> list[int]:
-    """The ranks whose key, `prefix` and their number, is absent. By bisection: a request looks for a list of keys."""
+    """Return the ranks whose key, `prefix` and their number, is absent. By bisection: a request looks for a
+    list of keys.
+    """
     if store.check([f"{prefix}{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:

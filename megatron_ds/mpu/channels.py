@@ -223,7 +223,7 @@ class Pending:
         self._work: Work | None = work
 
     def wait(self) -> torch.Tensor:
-        """The message. Raises CommunicationError when it does not arrive in time."""
+        """Return the message. Raises CommunicationError when it does not arrive in time."""
         if self._work is not None:
             self._channels._finish(self._channel, self._work)
             self._work = None
@@ -239,7 +239,7 @@ class FromItself:
         self._messages = messages
 
     def wait(self) -> torch.Tensor:
-        """The message. IndexError where none has been sent."""
+        """Return the message. IndexError where none has been sent."""
         return self._messages.popleft()
 
 
@@ -304,7 +304,7 @@ class ShapeCheck:
 def encode_shapes(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The message, int64 on the CPU; see above. shapes: of each micro-batch in turn."""
+    """Return the message, int64 on the CPU; see above. shapes: of each micro-batch in turn."""
     shapes = [tuple(shape) for shape in shapes]
     assert all(len(shape) <= MOST_SIZES for shape in shapes), (
         f"hidden states have at most {MOST_SIZES} dimensions: {shapes}"
@@ -325,7 +325,7 @@ def encode_shapes(
 
 
 def describe_difference(expected: torch.Tensor, received: torch.Tensor) -> str:
-    """The first difference between two messages, for an error; "" if they are equal."""
+    """Return the first difference between two messages, for an error; "" if they are equal."""
     if torch.equal(expected, received):
         return ""
     (count, dtype, *_), (its_count, its_dtype, *_) = (
@@ -355,7 +355,7 @@ def _name_of(dtype: int) -> str:
 
 
 def _shapes(message: torch.Tensor) -> list[list[int]]:
-    """The shape of each micro-batch in the message, which stores consecutive equal shapes once."""
+    """Return the shape of each micro-batch in the message, which stores consecutive equal shapes once."""
     _, _, _, num_runs, *numbers = message.tolist()
     shapes: list[list[int]] = []
     for i in range(num_runs):

@@ -169,7 +169,7 @@ def broadcast_(
 
 
 def all_gather_object(obj: Any, group: Group) -> list:
-    """The ranks' picklable objects, in group order. For small control data among trusted peers only."""
+    """Return the ranks' picklable objects, in group order. For small control data among trusted peers only."""
     if group.size == 1:
         return [obj]
     _note("all_gather_object", group)
@@ -184,7 +184,7 @@ def barrier(group: Group) -> None:
 
 
 def share_memory(group: Group) -> Group:
-    """The group with memory that its ranks share if on one host (`Group.memory`, `Group.sums`). Collective."""
+    """Return the group with memory that its ranks share if on one host (`Group.memory`, `Group.sums`). Collective."""
     if group.transport is None or (memory := group.transport.share_memory()) is None:
         return group
     signals = group.transport.share_signals()
@@ -201,7 +201,7 @@ def progress(group: Group) -> None:
 
 
 def is_read(tensor: torch.Tensor, group: Group, wait_seconds: float = 0.0) -> bool:
-    """Whether, within the time, no other rank reads a tensor that was reduced in shared memory."""
+    """Return whether, within the time, no other rank reads a tensor that was reduced in shared memory."""
     return group.sums is None or group.sums.is_read(tensor, wait_seconds)
 
 
@@ -248,7 +248,7 @@ def _note(operation: str, group: Group) -> None:
 
 
 def _is_shared(tensor: torch.Tensor, group: Group, op: str) -> bool:
-    """Whether all ranks can read each other's tensor."""
+    """Return whether all ranks can read each other's tensor."""
     return op == "sum" and group.sums is not None and group.sums.can_sum(tensor)
 
 

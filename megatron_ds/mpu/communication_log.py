@@ -57,7 +57,7 @@ def algorithmic_bandwidth(message: LoggedMessage, spent: Spent) -> float:
 
 
 def bus_bandwidth(message: LoggedMessage, spent: Spent) -> float:
-    """What one rank of a ring sends by time, bytes per second: comparable to the speed of a link."""
+    """Return what one rank of a ring sends by time, bytes per second: comparable to the speed of a link."""
     factor = RING_FACTOR[message.operation](message.size)
     return factor * algorithmic_bandwidth(message, spent)
 
@@ -69,7 +69,7 @@ class HostClock:
         self.now = now
 
     def elapsed(self, start: float, end: float, wait: bool) -> float:
-        """The seconds between."""
+        """Return the seconds between."""
         return end - start
 
 
@@ -77,7 +77,7 @@ class StreamClock:
     """Events on the current stream of a GPU."""
 
     def now(self) -> torch.cuda.Event:
-        """An event that the stream has not reached yet."""
+        """Return an event that the stream has not reached yet."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -85,7 +85,7 @@ class StreamClock:
     def elapsed(
         self, start: torch.cuda.Event, end: torch.cuda.Event, wait: bool
     ) -> float | None:
-        """The seconds between; None while the stream has not reached the end, unless the host is to wait."""
+        """Return the seconds between; None while the stream has not reached the end, unless the host is to wait."""
         if wait:
             wait_until(end.query)
         elif not end.query():
@@ -129,7 +129,7 @@ class CommunicationLog:
         return _Logged(begin(), lambda: self._end(message, started))
 
     def now(self) -> Any:
-        """A time of the clock, for `add`."""
+        """Return a time of the clock, for `add`."""
         return self._clock.now()
 
     def add(self, message: LoggedMessage, started: Any) -> None:
@@ -195,7 +195,7 @@ class _Logged:
         return is_completed
 
     def __getattr__(self, name: str) -> Any:
-        """What torch's work has besides."""
+        """Return what torch's work has besides."""
         return getattr(self._work, name)
 
     def _complete(self) -> None:

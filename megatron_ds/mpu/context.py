@@ -40,7 +40,7 @@ class GroupSource(Protocol):
     """Gives the group of this rank over a set of mesh axes: a `Mesh`."""
 
     def group(self, *axes: str) -> Group:
-        """The group of this rank over these axes. The first call for them is collective over the world."""
+        """Return the group of this rank over these axes. The first call for them is collective over the world."""
 
     def split(self, size: int, *axes: str) -> tuple[Group, Group]:
         """(inner, outer) groups of that group: runs of `size` ranks, and ranks of equal position in them."""
@@ -101,11 +101,11 @@ class ParallelContext:
     mlp_tiles: int = 1
 
     def comm_type(self, layer: int) -> str:
-        """How context-parallel ranks share the attention of a layer."""
+        """Return how context-parallel ranks share the attention of a layer."""
         return self.cp_comm_type[layer if len(self.cp_comm_type) > 1 else 0]
 
     def group(self, *axes: str) -> Group:
-        """The group over these mesh axes; collective over the world when it is first used."""
+        """Return the group over these mesh axes; collective over the world when it is first used."""
         return solo("-".join(axes)) if self.groups is None else self.groups.group(*axes)
 
     @cached_property

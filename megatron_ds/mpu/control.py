@@ -24,7 +24,7 @@ _of_world: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def control_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """The gloo group of the world of torch.distributed. Collective over the world when first asked for."""
+    """Return the gloo group of the world of torch.distributed. Collective over the world when first asked for."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialized"
     if world not in _of_world:
@@ -34,7 +34,7 @@ def control_group(timeout: timedelta | None) -> dist.ProcessGroup:
 
 
 def new_lazy_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """A gloo group over the world whose ranks connect at their first message. Collective over the world."""
+    """Return a gloo group over the world whose ranks connect at their first message. Collective over the world."""
     before = os.environ.get(LAZY)
     os.environ[LAZY] = "1"
     try:
@@ -56,7 +56,7 @@ atexit.register(forget)
 def ring_gather(
     obj: Any, ranks: Sequence[int], axes: str, control: dist.ProcessGroup
 ) -> list:
-    """The picklable objects of `ranks`, in their order. Collective over them.
+    """Return the picklable objects of `ranks`, in their order. Collective over them.
 
     Each rank sends to the next what it has last received from the one before: only neighbours connect.
     """

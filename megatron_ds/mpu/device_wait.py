@@ -28,7 +28,7 @@ class Failing(Protocol):
         """How long an operation may take."""
 
     def failure(self, what: str, error: Exception) -> Exception:
-        """The error to raise."""
+        """Return the error to raise."""
 
 
 def wait_for_device(
@@ -59,7 +59,7 @@ def patience(timeout: float) -> float:
 
 
 def _comes(is_reached: Callable[[], bool], seconds: float, spin_seconds: float) -> bool:
-    """Whether the GPU comes there within that time."""
+    """Return whether the GPU comes there within that time."""
     start = time.monotonic()
     while not is_reached():
         waited = time.monotonic() - start

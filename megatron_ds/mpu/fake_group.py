@@ -70,7 +70,7 @@ class FakeTransport:
         return DONE
 
     def all_gather_object(self, obj: Any) -> list:
-        """The object of this rank, for each rank."""
+        """Return the object of this rank, for each rank."""
         return [obj] * self.size
 
     def barrier(self) -> None:
@@ -83,7 +83,7 @@ class FakeTransport:
         """None, as for memory."""
 
     def failure(self, what: str, error: Exception) -> Exception:
-        """The error itself."""
+        """Return the error itself."""
         return error
 
     def _check(self, what: str, parts: int, whole: int) -> None:
@@ -95,14 +95,14 @@ class FakeTransport:
 
 
 def fake_mesh(grid: Grid, rank: int, device: torch.device | str = "meta") -> Mesh:
-    """The mesh of `rank`, over fake transports."""
+    """Return the mesh of `rank`, over fake transports."""
     return Mesh(grid, rank, _connect, device)
 
 
 def fake_group(
     axes: str, size: int, rank: int = 0, traffic: Traffic | None = None
 ) -> Group:
-    """A group of `size` ranks numbered from 0, seen from one of them."""
+    """Return a group of `size` ranks numbered from 0, seen from one of them."""
     transport = FakeTransport(axes, size) if size > 1 else None
     return Group(axes, tuple(range(size)), rank, transport, traffic or Traffic())
 

@@ -183,7 +183,7 @@ class Pieces:
         return _Steps(self._swap(pieces, received, tag), add_and_send)
 
     def _buffers_like(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor of the shape of `mine` for each rank, in rank order; its own is `mine`."""
+        """Return a tensor of the shape of `mine` for each rank, in rank order; its own is `mine`."""
         return [
             mine if i == self.rank else torch.empty_like(mine) for i in range(self.size)
         ]

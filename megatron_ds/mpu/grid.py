@@ -93,7 +93,7 @@ class Grid:
         pp: int = 1,
         order: str = DEFAULT_ORDER,
     ) -> "Grid":
-        """The grid of `world_size` ranks; dp is what the other axes leave. Raises ConfigError."""
+        """Return the grid of `world_size` ranks; dp is what the other axes leave. Raises ConfigError."""
         # The ranks of one replica of the model.
         one = cls(tp=tp, cp=cp, pp=pp, order=order)
         if world_size < 1 or world_size % one.world_size:
@@ -112,7 +112,7 @@ class Grid:
         return self.cp * self.dp // self.ep
 
     def size(self, *axes: str) -> int:
-        """How many ranks a group over these axes has."""
+        """Return how many ranks a group over these axes has."""
         return prod(self._size(axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -127,7 +127,7 @@ class Grid:
         return dense | _unravel(place, self._radix["expert_data"])
 
     def rank_of(self, **coordinates: int) -> int:
-        """The rank at these coordinates, 0 on axes left out; of (tp, cp, dp, pp) or of (tp, ep, edp, pp)."""
+        """Return the rank at these coordinates, 0 on axes left out; of (tp, cp, dp, pp) or of (tp, ep, edp, pp)."""
         _view(coordinates)
         for axis, position in coordinates.items():
             size = self._size(axis)
@@ -169,7 +169,7 @@ class Grid:
         return sorted(groups)
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group over these axes that holds `rank`."""
+        """Return the group over these axes that holds `rank`."""
         at = self.coordinates(rank)
         here = {axis: at[axis] for axis in _view(axes)}
         # All coordinates on these axes, with those of `rank` on the others.
@@ -227,7 +227,7 @@ def cut_groups(
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """The divisors of n, in rising order. Above 10^12, those without two prime factors above 10^6:
+    """Return the divisors of n, in rising order. Above 10^12, those without two prime factors above 10^6:
     a number from the command line must not cost minutes.
     """
     found = [1] if n > 0 else []
@@ -250,7 +250,7 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def _view(axes: Iterable[str]) -> tuple[str, ...]:
-    """The four axes that contain these. Raises ConfigError for unknown axes, or for both views at once."""
+    """Return the four axes that contain these. Raises ConfigError for unknown axes, or for both views at once."""
     for view in (_DENSE, _EXPERT):
         if set(axes) <= set(view):
             return view
@@ -264,7 +264,7 @@ def _view(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _unravel(index: int, radix: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """The digits of a number in a mixed radix system, by axis."""
+    """Return the digits of a number in a mixed radix system, by axis."""
     at = {}
     for axis, size in radix:
         index, at[axis] = divmod(index, size)
@@ -272,7 +272,7 @@ def _unravel(index: int, radix: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 
 def _ravel(at: dict[str, int], radix: Sequence[tuple[str, int]]) -> int:
-    """The number that has these digits."""
+    """Return the number that has these digits."""
     index = 0
     for axis, size in reversed(radix):
         index = index * size + at[axis]
@@ -280,7 +280,7 @@ def _ravel(at: dict[str, int], radix: Sequence[tuple[str, int]]) -> int:
 
 
 def _misfit(world_size: int, one: Grid) -> str:
-    """The message for a world size that the model axes do not divide."""
+    """Return the message for a world size that the model axes do not divide."""
     n = one.world_size
     axes = ("tp", "cp", "pp")
     spelled = ", ".join(f"{_FLAGS[axis]}={getattr(one, axis)}" for axis in axes)
@@ -302,7 +302,7 @@ def _misfit(world_size: int, one: Grid) -> str:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """The numbers in parentheses."""
+    """Return the numbers in parentheses."""
     return f"({', '.join(map(str, numbers))})"
 
 

@@ -85,7 +85,7 @@ class Work(Waitable, Protocol):
     """A collective, or a message, that has begun."""
 
     def is_completed(self) -> bool:
-        """Whether the tensor of a send may be freed. False if unknown."""
+        """Return whether the tensor of a send may be freed. False if unknown."""
 
 
 class TrafficLog(Protocol):
@@ -131,7 +131,7 @@ class AllOf:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Whether all of them are completed."""
+        """Return whether all of them are completed."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -181,7 +181,7 @@ class Transport(Protocol):
         """Start all sends (tensor, destination) and receives (tensor, source) together."""
 
     def all_gather_object(self, obj: Any) -> list:
-        """The picklable objects of all ranks, in order."""
+        """Return the picklable objects of all ranks, in order."""
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -193,7 +193,7 @@ class Transport(Protocol):
         """Signals among the ranks, if they share memory; None where the system forbids it."""
 
     def failure(self, what: str, error: Exception) -> Exception:
-        """The error to raise when an operation on shared memory, or a wait for the device, failed."""
+        """Return the error to raise when an operation on shared memory, or a wait for the device, failed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +244,7 @@ class Group:
 
 
 def solo(axes: str = "solo", rank: int = 0) -> Group:
-    """A group of one: its collectives return their input."""
+    """Return a group of one: its collectives return their input."""
     return Group(axes, (rank,), 0)
 
 

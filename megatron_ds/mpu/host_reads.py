@@ -73,14 +73,14 @@ def _wait(is_reached: Callable[[], bool], transport: Failing | None) -> None:
 
 
 def _event(device: torch.device) -> torch.cuda.Event:
-    """The end of what is queued on the current stream of a GPU, which may not be the current one."""
+    """Return the end of what is queued on the current stream of a GPU, which may not be the current one."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def _transport(group: Group | None) -> Failing | None:
-    """What connects the ranks; None without others."""
+    """Return what connects the ranks; None without others."""
     if group is not None:
         return group.transport
     import torch.distributed as dist

@@ -68,7 +68,7 @@ class Launch:
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """The launch that `env` (default: os.environ) describes. ConfigError names a wrong variable."""
+    """Return the launch that `env` (default: os.environ) describes. ConfigError names a wrong variable."""
     return _checked(_launch_in(os.environ if env is None else env))
 
 
@@ -94,7 +94,7 @@ def _place(launch: Launch) -> Place:
 
 
 def _in_one_line(error: Exception) -> str:
-    """An error that is not of this package begins with its class."""
+    """Return an error that is not of this package begins with its class."""
     is_ours = isinstance(error, MegatronDSError)
     text = str(error) if is_ours else f"{type(error).__name__}: {error}"
     return shortened(one_line(" ".join(text.split())), MOST_CHARACTERS)
@@ -170,7 +170,7 @@ def stop() -> None:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The hostnames of Slurm's list notation: "gpu[003-005,9],login" → gpu003 gpu004 gpu005 gpu9 login."""
+    """Return the hostnames of Slurm's list notation: "gpu[003-005,9],login" → gpu003 gpu004 gpu005 gpu9 login."""
     names = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         expanded = [""]
@@ -270,7 +270,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
 
 
 def _is_below_shell(env: Mapping[str, str]) -> bool:
-    """Whether this process is no task of srun, but below one with a terminal, as far as /proc shows.
+    """Return whether this process is no task of srun, but below one with a terminal, as far as /proc shows.
 
     Ranks that are started by srun within a terminal inherit its variables, and have no terminal.
     """
@@ -289,7 +289,7 @@ def _is_below_shell(env: Mapping[str, str]) -> bool:
 
 
 def _mpi(env: Mapping[str, str], of: Variables) -> Launch:
-    """A rank of mpirun, mpiexec, jsrun or flux, which set numbers and no address."""
+    """Return a rank of mpirun, mpiexec, jsrun or flux, which set numbers and no address."""
     rank = _int(env, of.rank)
     size = _int(env, _first_name(env, of.sizes))
     # How many of the ranks are here; 0 if it is not known.
@@ -363,7 +363,7 @@ def _checked(launch: Launch) -> Launch:
 
 
 def _own_device(launch: Launch) -> torch.device:
-    """The GPU of this rank: the only visible one where the launcher binds one GPU to each task."""
+    """Return the GPU of this rank: the only visible one where the launcher binds one GPU to each task."""
     count = torch.cuda.device_count()
     # The numbers are the same on all ranks of a host.
     if count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count:
@@ -470,7 +470,7 @@ def _new_group(
 
 
 def world_timeout() -> timedelta | None:
-    """The timeout with which torch.distributed was started, by this package or by the program.
+    """Return the timeout with which torch.distributed was started, by this package or by the program.
 
     torch gives other groups its own default, 10 or 30 minutes, instead.
     """
@@ -489,7 +489,7 @@ def transport_over(
     lanes: Sequence[Any] = (),
     control: Any = None,
 ) -> "TorchTransport":
-    """The transport over one torch ProcessGroup. lanes: others of the same ranks; control: the gloo group of
+    """Return the transport over one torch ProcessGroup. lanes: others of the same ranks; control: the gloo group of
     the world, both of `TorchTransport`."""
     from .gloo import GlooTransport
     from .transport import TorchTransport

@@ -115,7 +115,7 @@ class Mesh:
         return self._split[name, size]
 
     def connect_apart(self, group: Group, purpose: str) -> Group:
-        """The ranks of a group of this mesh with a transport of their own: messages of the one do not wait for
+        """Return the ranks of a group of this mesh with a transport of their own: messages of the one do not wait for
         those of the other. Collective over the world when first asked for.
 
         purpose: a word for messages of errors
@@ -278,7 +278,7 @@ def set_mesh(mesh: Mesh | None) -> None:
 
 
 def get_mesh() -> Mesh:
-    """The mesh. Raises NotInitializedError before `initialize_model_parallel` or `set_mesh`."""
+    """Return the mesh. Raises NotInitializedError before `initialize_model_parallel` or `set_mesh`."""
     mesh = _MESH.get()
     if mesh is None:
         raise NotInitializedError(
@@ -290,7 +290,7 @@ def get_mesh() -> Mesh:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether this context has a mesh."""
+    """Return whether this context has a mesh."""
     return _MESH.get() is not None
 
 

@@ -31,7 +31,7 @@ class NcclSettings:
     def over(
         cls, grid: Grid, high_priority: Sequence[str], max_ctas: Sequence[str]
     ) -> "NcclSettings":
-        """The settings of the options of the same names, with axes joined by "-"."""
+        """Return the settings of the options of the same names, with axes joined by "-"."""
         of = lambda name: tuple(grid.groups(*name.split("-")))
         limits = (text.split("=") for text in max_ctas)
         high = None

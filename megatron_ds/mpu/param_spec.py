@@ -191,11 +191,11 @@ class ParamSpec:
         return EXPERT_DATA_AXES if differs_over_ep else DATA_AXES
 
     def split_over(self, axis: str) -> Split | None:
-        """The split over a mesh axis, None where every rank of the axis holds the whole."""
+        """Return the split over a mesh axis, None where every rank of the axis holds the whole."""
         return next((split for split in self.splits if split.axis == axis), None)
 
     def is_split_over(self, axis: str) -> bool:
-        """Whether ranks along `axis` hold different shards."""
+        """Return whether ranks along `axis` hold different shards."""
         return self.split_over(axis) is not None
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ class ParamSpec:
         return tuple(shape)
 
     def boxes(self, coordinates: Coordinates) -> tuple[Box, ...]:
-        """The boxes of the rank at `coordinates`; padding is in no box, so a rank may have none.
+        """Return the boxes of the rank at `coordinates`; padding is in no box, so a rank may have none.
 
         Raises LayoutError.
         """

@@ -50,7 +50,7 @@ def scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 def gather_from_sequence_region(
     x: torch.Tensor, group: Group, grad: str = "reduce_scatter"
 ) -> torch.Tensor:
-    """The whole sequence from the ranks' slices: [s / t, b, h] → [s, b, h].
+    """Return the whole sequence from the ranks' slices: [s / t, b, h] → [s, b, h].
 
     grad  "reduce_scatter" where ranks compute different results from it (a column-parallel linear), so that
           the gradient is a partial sum; "split" where all ranks compute the same and have the same gradient
@@ -72,7 +72,7 @@ def reduce_scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Te
 
 
 def first_of_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The first position of a sequence of which each rank holds a slice: [s / t, b, h] → [b, h] on all ranks.
+    """Return the first position of a sequence of which each rank holds a slice: [s / t, b, h] → [b, h] on all ranks.
 
     All ranks must compute the same from it: the gradient of rank 0 is used.
     """

@@ -73,7 +73,7 @@ class Place(NamedTuple):
         return Attendance(dist.PrefixStore(keys, store), member, self.is_kept)
 
     def wait_for_listener(self, deadline: float) -> socket.socket | None:
-        """A connection to the process that has the store; None on that process, and for a file."""
+        """Return a connection to the process that has the store; None on that process, and for a file."""
         if self.is_listener or self.file:
             return None
         return wait_for_listener(*self.address, deadline)
@@ -205,7 +205,7 @@ def _is_agents_store() -> bool:
 
 
 def wait_for_listener(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection to rank 0 (or torchrun's agent), once it listens. Raises the last OSError at `deadline`."""
+    """Return a connection to rank 0 (or torchrun's agent), once it listens. Raises the last OSError at `deadline`."""
     pause = PAUSE_SECONDS
     while True:
         try:
@@ -251,7 +251,7 @@ class _Attempt:
             raise self._error
 
     def result(self, seconds: float) -> Any:
-        """What the call returned. Raises its error, or OSError if it takes longer than `seconds`."""
+        """Return what the call returned. Raises its error, or OSError if it takes longer than `seconds`."""
         if not self.is_over.wait(seconds):
             raise OSError(f"no answer within {seconds:g} s")
         self.raise_error()
@@ -266,7 +266,7 @@ class _Attempt:
 
 
 def _problem_of(listener: socket.socket) -> str | None:
-    """Why the process at the other end is not, or no longer, torch's store."""
+    """Return why the process at the other end is not, or no longer, torch's store."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     if not poll.poll(0):

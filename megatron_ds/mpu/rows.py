@@ -42,7 +42,7 @@ def all_to_all_rows(
     group: Group,
     waiting: Waiting | None = None,
 ) -> torch.Tensor:
-    """The first sent[0] rows of x go to rank 0, the next sent[1] to rank 1, …; received[j] come from rank j.
+    """Return the first sent[0] rows of x go to rank 0, the next sent[1] to rank 1, …; received[j] come from rank j.
 
     waiting: the rows may be read after `waiting.wait()`; None waits at once.
     """

@@ -29,7 +29,7 @@ class SequenceRanks:
         return self.every.size
 
     def gather(self, held: torch.Tensor, dim: int) -> torch.Tensor:
-        """The tokens of all ranks along `dim`, in the order of the sequence. Collective over the ranks."""
+        """Return the tokens of all ranks along `dim`, in the order of the sequence. Collective over the ranks."""
         whole = collectives.all_gather(
             collectives.all_gather(held, self.tp, dim), self.cp, dim
         )

@@ -39,7 +39,7 @@ class SequenceSlice:
         cp: tuple[int, int] = (0, 1),
         zigzag: bool = True,
     ) -> "SequenceSlice":
-        """The slice of a rank with these (rank, size). Without sequence parallelism tp does not split."""
+        """Return the slice of a rank with these (rank, size). Without sequence parallelism tp does not split."""
         return cls(
             RankPart(*cp), RankPart(*tp) if sequence_parallel else RankPart(), zigzag
         )
@@ -105,7 +105,7 @@ class SequenceSlice:
         return torch.cat(held)
 
     def rows(self, held: int) -> range:
-        """The range, within the `held` tokens, whose hidden states this rank holds between linear layers.
+        """Return the range, within the `held` tokens, whose hidden states this rank holds between linear layers.
 
         Raises LayoutError if `held` is not divisible by the number of ranks.
         """

@@ -43,10 +43,10 @@ class Signals(Protocol):
         """Send to a peer; does not wait. Raises ConnectionError if it has ended."""
 
     def receive(self, peer: int) -> Signal:
-        """The next signal of a peer. Raises ConnectionError if it has ended, TimeoutError."""
+        """Return the next signal of a peer. Raises ConnectionError if it has ended, TimeoutError."""
 
     def take(self, peer: int, wait_seconds: float = 0.0) -> Signal | None:
-        """The next signal of a peer, None if there is none within the time. Raises ConnectionError."""
+        """Return the next signal of a peer, None if there is none within the time. Raises ConnectionError."""
 
 
 class SharedSums:
@@ -84,11 +84,11 @@ class SharedSums:
         self.rounds = 0
 
     def can_sum(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in this rank's shared memory; then those of the other ranks must be, too."""
+        """Return whether a tensor is in this rank's shared memory; then those of the other ranks must be, too."""
         return self._memory.start_of(tensor) is not None
 
     def is_read(self, tensor: torch.Tensor, wait_seconds: float = 0.0) -> bool:
-        """Whether no other rank reads a tensor any more, within the time."""
+        """Return whether no other rank reads a tensor any more, within the time."""
         number = self._last.get(self._start_of(tensor), -1)
         deadline = time.monotonic() + wait_seconds
         with Translated(self._translate, _WHAT):
@@ -201,7 +201,7 @@ class SharedSums:
             self._memory.drop(peer, places[peer][0])
 
     def _missing(self, number: int) -> list[int]:
-        """The ranks that have not started a round yet."""
+        """Return the ranks that have not started a round yet."""
         there = self._ready.get(number, ())
         return [peer for peer in self._others if peer not in there]
 
@@ -241,7 +241,7 @@ class SharedSums:
 
 
 def copier(tensor: torch.Tensor) -> Callable[[dict[int, torch.Tensor]], None]:
-    """A function that copies piece i of the tensor of each other rank i into `tensor`."""
+    """Return a function that copies piece i of the tensor of each other rank i into `tensor`."""
 
     def read(theirs: dict[int, torch.Tensor]) -> None:
         size = len(theirs) + 1
@@ -282,7 +282,7 @@ class Round:
         self._sums.wait_until_read(self.number)
 
     def is_completed(self) -> bool:
-        """Whether it was waited for."""
+        """Return whether it was waited for."""
         return self.read is None
 
 
@@ -304,7 +304,7 @@ class AllReduce:
             second.wait_until_read()
 
     def is_completed(self) -> bool:
-        """Whether it was waited for."""
+        """Return whether it was waited for."""
         return self._second is None
 
 

@@ -60,7 +60,7 @@ def open_slots(
     translate: Callable[[str, Exception], Exception],
     exchange: Callable[[object], list],
 ) -> "Slots | None":
-    """The slots of one rank in one group; None on all ranks where one has no room for them. Collective.
+    """Return the slots of one rank in one group; None on all ranks where one has no room for them. Collective.
 
     rank       the position of this one in `ranks`, the global ranks of the group
     translate  makes the error that is raised from (what failed, the cause)
@@ -208,7 +208,7 @@ class Rounds:
                 )
 
     def receive(self, call: Call, expected: Sequence[int]) -> dict[int, Tensor]:
-        """The bytes that each other rank has for this one in the round; waits for their signals.
+        """Return the bytes that each other rank has for this one in the round; waits for their signals.
 
         expected: numbers of bytes by rank. Raises the group's error where a rank has others.
         """
@@ -280,7 +280,7 @@ class Passage:
             self._publish()
 
     def is_completed(self) -> bool:
-        """Whether it was waited for."""
+        """Return whether it was waited for."""
         return not self._begun
 
     def _publish(self) -> None:

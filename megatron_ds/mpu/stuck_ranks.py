@@ -44,7 +44,7 @@ def doing(call: str) -> Iterator[None]:
 
 
 def current_call() -> str:
-    """The name given to the innermost `doing`, "" outside of any."""
+    """Return the name given to the innermost `doing`, "" outside of any."""
     return _current[0]
 
 
@@ -82,7 +82,7 @@ def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
 
 
 def _store() -> dist.Store:
-    """A connection of its own: the process group's may be in the middle of a request."""
+    """Return a connection of its own: the process group's may be in the middle of a request."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialized"
     store = world.get_group_store().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -103,7 +103,7 @@ def _host_key(rank: int) -> str:
 
 
 def _host(store: dist.Store, rank: int) -> str:
-    """The host of a rank in parentheses, "" if it is not known."""
+    """Return the host of a rank in parentheses, "" if it is not known."""
     key = _host_key(rank)
     return f" (host {store.get(key).decode()})" if store.check([key]) else ""
 
@@ -147,7 +147,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T | None:
-    """The result of `call`, None if it raises or takes longer; its thread ends with the process."""
+    """Return the result of `call`, None if it raises or takes longer; its thread ends with the process."""
     result: list = []
 
     def run() -> None:

@@ -57,7 +57,7 @@ _reduce_scatter = (
 
 
 def lone_process_group(rank: int) -> dist.ProcessGroup | None:
-    """A process group of this rank alone, None without torch.distributed. Only this rank calls."""
+    """Return a process group of this rank alone, None without torch.distributed. Only this rank calls."""
     return (
         dist.new_group([rank], use_local_synchronization=True)
         if dist.is_initialized()
@@ -66,7 +66,7 @@ def lone_process_group(rank: int) -> dist.ProcessGroup | None:
 
 
 def timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
-    """How long the collectives of a torch ProcessGroup may take; None if its backends have no timeout."""
+    """Return how long the collectives of a torch ProcessGroup may take; None if its backends have no timeout."""
     options = [
         getattr(process_group._get_backend(device), "options", None)
         for device in process_group._device_types
@@ -189,7 +189,7 @@ class TorchTransport:
         return AllOf([TranslatedWork(work, self, what) for work in works])
 
     def all_gather_object(self, obj: Any) -> list:
-        """The picklable objects of all ranks, in rank order."""
+        """Return the picklable objects of all ranks, in rank order."""
         objects = [None] * self.size
         with _Translated(self, "all-gather of objects"), places.WAITING:
             if self.control is not None:
@@ -216,7 +216,7 @@ class TorchTransport:
         )
 
     def failure(self, what: str, error: Exception) -> CommunicationError:
-        """The error to raise for `error`, with the group, its ranks and the probable cause."""
+        """Return the error to raise for `error`, with the group, its ranks and the probable cause."""
         return CommunicationError(_failure_message(self, what, error))
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ class TorchTransport:
         )
 
     def _start_on_device(self, what: str, function: Callable, *arguments: Any) -> Work:
-        """A collective of CPU tensors by way of the GPU. The host waits for it."""
+        """Return a collective of CPU tensors by way of the GPU. The host waits for it."""
         device = torch.device("cuda", torch.cuda.current_device())
         far = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         near = list(arguments)
@@ -276,7 +276,7 @@ class TorchTransport:
 
 
 def neighbours(size: int) -> list[tuple[int, int]]:
-    """The pairs of neighbours in a ring, in an order in which most are disjoint from those before and after:
+    """Return the pairs of neighbours in a ring, in an order in which most are disjoint from those before and after:
     ranks that connect in this order need three rounds for any size."""
     pairs = [(i, i + 1) for i in range(size - 1)] + [(0, size - 1)] * (size > 2)
     return pairs[::2] + pairs[1::2]
@@ -339,7 +339,7 @@ _CLOSED = (
 
 
 def _failure_message(transport: TorchTransport, what: str, error: Exception) -> str:
-    """What failed, where, why as far as the other ranks' reports show, and the backend's own message."""
+    """Return what failed, where, why as far as the other ranks' reports show, and the backend's own message."""
     # The backend's own message, without its general advice.
     me = transport.ranks[transport.rank]
     peers = list(transport.ranks)

@@ -36,7 +36,7 @@ class Activation:
         return self.function(x)
 
     def bound(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function for one layer."""
+        """Return the function for one layer."""
         if isinstance(self.function, Operation):
             return Bound(self.function)
         return self.function

@@ -13,7 +13,7 @@ import torch
 
 
 def alibi_slopes(heads: int, device: torch.device | None = None) -> torch.Tensor:
-    """The slope of each head, fp32 [heads]: 2^(-8/n), 2^(-16/n), …, 2^-8 for n heads if n is a power of two.
+    """Return the slope of each head, fp32 [heads]: 2^(-8/n), 2^(-16/n), …, 2^-8 for n heads if n is a power of two.
     Section 3.
 
     Other numbers, as in the authors' code and in BLOOM (Le Scao et al. 2022, arXiv:2211.05100): the slopes of
@@ -29,7 +29,7 @@ def alibi_slopes(heads: int, device: torch.device | None = None) -> torch.Tensor
 def alibi_bias(
     slopes: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """What is added to the scores, [.., n, q, k] in the dtype of the slopes.
+    """Return what is added to the scores, [.., n, q, k] in the dtype of the slopes.
 
     slopes [n]; queries int64 [.., q] and keys int64 [.., k]: positions in the sequence
     """

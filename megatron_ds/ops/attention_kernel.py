@@ -46,7 +46,7 @@ def places_of(q: torch.Tensor, k: torch.Tensor) -> tuple[range, range]:
 
 @cache
 def attention_kernel() -> ModuleType | None:
-    """The functions of the compiled kernel; None where the wing of kernels is not installed."""
+    """Return the functions of the compiled kernel; None where the wing of kernels is not installed."""
     return ATTENTION_KERNEL.find()
 
 

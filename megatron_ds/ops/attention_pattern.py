@@ -47,7 +47,7 @@ class AttentionPattern:
         )
 
     def of_heads(self, heads: range) -> "AttentionPattern":
-        """The pattern of some of the heads of the layout; the same object for the same heads."""
+        """Return the pattern of some of the heads of the layout; the same object for the same heads."""
         return (
             self
             if self.layout is None or self.layout.is_alike
@@ -64,7 +64,7 @@ class AttentionPattern:
         return s * s - (before * before + after * after) / 2
 
     def keys_of(self, queries: range, keys: range) -> range:
-        """The part of `keys` from the first to the last that any of the queries sees; maybe empty.
+        """Return the part of `keys` from the first to the last that any of the queries sees; maybe empty.
 
         Both are contiguous positions; `queries` has at least one.
         """

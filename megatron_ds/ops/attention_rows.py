@@ -71,7 +71,7 @@ def parts_of(
 
 
 def suits(q: torch.Tensor, k: torch.Tensor, keep: KeepMask | None) -> bool:
-    """Whether there are several parts; tokens that are no neighbours keep their mask for all rows."""
+    """Return whether there are several parts; tokens that are no neighbours keep their mask for all rows."""
     if keep is not None and keep.picked is not None:
         return False
     return len(q) == len(k) and len(q) > rows_at_once(q)
@@ -148,6 +148,6 @@ def _leaf(t: torch.Tensor) -> torch.Tensor:
 
 
 def _wide_zeros(t: torch.Tensor) -> torch.Tensor:
-    """A sum of gradients of a tensor, in fp32 or wider."""
+    """Return a sum of gradients of a tensor, in fp32 or wider."""
     dtype = torch.promote_types(t.dtype, torch.float32)
     return torch.zeros_like(t, dtype=dtype)

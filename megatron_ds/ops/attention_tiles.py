@@ -83,12 +83,12 @@ class Tile:
 
     @classmethod
     def of(cls, queries: range, keys: range, **kind: bool) -> "Tile":
-        """A tile of tensors that hold all positions."""
+        """Return a tile of tensors that hold all positions."""
         rows, columns = (slice(run.start, run.stop) for run in (queries, keys))
         return cls(rows, columns, queries, keys, **kind)
 
     def placed(self, rows: int, columns: int) -> "Tile":
-        """The tile in tensors whose rows and columns are so many later than positions."""
+        """Return the tile in tensors whose rows and columns are so many later than positions."""
         return replace(
             self,
             rows=slice(self.rows.start + rows, self.rows.stop + rows),
@@ -99,7 +99,7 @@ class Tile:
 def tiles(
     visible: KeyVisibility, queries: Runs, keys: Runs, has_bias: bool = False
 ) -> Iterator[Tile]:
-    """The tiles of a block, by rows, then by columns; each element is in one tile at most.
+    """Yield the tiles of a block, by rows, then by columns; each element is in one tile at most.
 
     has_bias: numbers are added to all scores, or drop out, so that no tile may be large
     """
@@ -173,7 +173,7 @@ class _Plan:
         return self.is_known and bool(found.whole.all())
 
     def _is_triangle(self, rows: range, columns: range) -> bool:
-        """Whether a kernel with a causal mask of its own computes them."""
+        """Return whether a kernel with a causal mask of its own computes them."""
         return (
             rows == columns
             and self.pattern.causal
@@ -229,7 +229,7 @@ def _one_block(
 
 
 def _halves(run: range, at: int) -> Iterator[range]:
-    """What lies before a position, and from it on; empty ones are left out."""
+    """Yield what lies before a position, and from it on; empty ones are left out."""
     middle = min(max(at, run.start), run.stop)
     yield from filter(len, (range(run.start, middle), range(middle, run.stop)))
 

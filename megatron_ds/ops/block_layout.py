@@ -32,7 +32,7 @@ class BlockLayout:
 
     @classmethod
     def of(cls, block: int, seen: np.ndarray) -> "BlockLayout":
-        """A layout of heads [n, blocks, blocks].
+        """Return a layout of heads [n, blocks, blocks].
 
         seen: bool; kept once where all heads are alike
         """
@@ -52,7 +52,7 @@ class BlockLayout:
         return self.block * self.seen.shape[1]
 
     def of_heads(self, heads: range) -> "BlockLayout":
-        """The layout of some of the heads."""
+        """Return the layout of some of the heads."""
         if self.is_alike:
             return self
         seen = self.seen[heads.start : heads.stop]
@@ -72,7 +72,7 @@ class BlockLayout:
         return groups
 
     def counts(self, queries: Ends, keys: Ends) -> tuple[np.ndarray, np.ndarray]:
-        """How much of each part of the queries and of the keys is seen.
+        """Return how much of each part of the queries and of the keys is seen.
 
         Returns the seen blocks of keys in it, int [n, rows, columns], and all of its blocks, [rows, columns].
         Raises LayoutError for positions that the layout does not have.
@@ -170,7 +170,7 @@ class BlockLayout:
             )
 
     def _hidden_on(self, device: torch.device) -> torch.Tensor:
-        """The blocks that are not seen, kept on each device that asked for them."""
+        """Return the blocks that are not seen, kept on each device that asked for them."""
         if device not in self._tensors:
             self._tensors[device] = torch.tensor(~self.seen, device=device)
         return self._tensors[device]

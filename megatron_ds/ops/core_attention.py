@@ -81,14 +81,14 @@ def attention(
 
 
 def _is_written_out(keep: KeepMask | None, scoring: Scoring) -> bool:
-    """Whether torch's fused attention cannot compute the probabilities."""
+    """Return whether torch's fused attention cannot compute the probabilities."""
     return keep is not None or scoring.sink is not None or scoring.cap is not None
 
 
 def _allowed(
     q: torch.Tensor, k: torch.Tensor, visible: KeyVisibility, scoring: Scoring
 ) -> torch.Tensor | None:
-    """The mask of torch's attention: bool, True where a query sees a key; or numbers to be added to scores."""
+    """Return the mask of torch's attention: bool, True where a query sees a key; or numbers to be added to scores."""
     is_bare = visible.mask is None and scoring.alibi is None
     if visible.documents is not None and is_bare and visible.pattern == CAUSAL:
         return visible.documents.bias(q.dtype)  # one for all layers

@@ -184,7 +184,7 @@ def check_held(
 
 
 def sample_keys(seed: int, site: str, sample_ids: Sequence[int]) -> list[Key]:
-    """The key of each sample at a place in the model."""
+    """Return the key of each sample at a place in the model."""
     return [(seed, site, int(sample)) for sample in sample_ids]
 
 

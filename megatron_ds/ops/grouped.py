@@ -166,7 +166,7 @@ def _clear_empty(out: torch.Tensor, runs: RowRuns) -> None:
 
 
 def sums_of_runs(x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
-    """The sum of the rows of each run: [n, d] → [runs, d]."""
+    """Return the sum of the rows of each run: [n, d] → [runs, d]."""
     sums = x.new_zeros(len(runs.counts), x.shape[1])
     for part, total in runs.parts((x,), (sums,)):
         torch.sum(part, 0, out=total)

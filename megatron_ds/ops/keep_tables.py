@@ -129,7 +129,7 @@ def threshold_of(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """The factor of kept elements: 1 / the true probability of keeping, which is a multiple of 1 / LEVELS."""
+    """Return the factor of kept elements: 1 / the true probability of keeping, which is a multiple of 1 / LEVELS."""
     return LEVELS / threshold_of(p)
 
 
@@ -209,8 +209,8 @@ def keep_rows(p: float, keys: torch.Tensor, columns: range) -> torch.Tensor:
 
 
 def _below(numbers: torch.Tensor, threshold: int) -> torch.Tensor:
-    """Whether unsigned numbers of 16 bits, as int16, are: flipping the sign bit turns the unsigned order into the
-    signed one."""
+    """Return whether unsigned numbers of 16 bits, as int16, are: flipping the sign bit turns the unsigned order into
+    the signed one."""
     return (numbers ^ -(1 << 15)) < threshold - (1 << 15)
 
 
@@ -238,7 +238,7 @@ def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and the lower 64 bits of x * factor, all unsigned, from four products of 32-bit halves."""
+    """Return the upper and the lower 64 bits of x * factor, all unsigned, from four products of 32-bit halves."""
     half = (1 << 32) - 1
     x_low = x & half
     x_high = shift_right(x, 32)
@@ -258,5 +258,5 @@ def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _signed(number: int) -> int:
-    """The int64 that has the bits of this unsigned number of 64 bits."""
+    """Return the int64 that has the bits of this unsigned number of 64 bits."""
     return number - (1 << 64) if number >> 63 else number

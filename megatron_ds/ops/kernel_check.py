@@ -58,7 +58,7 @@ def error_between(
 
 
 def _wide(argument: Any) -> Any:
-    """A tensor of a tested dtype in double precision; anything else as it is."""
+    """Return a tensor of a tested dtype in double precision; anything else as it is."""
     if not isinstance(argument, torch.Tensor) or argument.dtype not in TOLERANCES:
         return argument
     return argument.detach().double().requires_grad_(argument.requires_grad)
@@ -92,7 +92,7 @@ def _weights(t: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest expected number, in tolerances of the dtype of `got`."""
+    """Return the largest difference, relative to the largest expected number, in tolerances of the dtype of `got`."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
     if not got.is_floating_point():
         return 0.0 if torch.equal(got, expected) else float("inf")

@@ -155,11 +155,11 @@ class Operation:
         return add
 
     def first_choice(self, device: str, dtype: torch.dtype) -> str:
-        """The name of the implementation that a type of device tries first: "torch" if it has no other."""
+        """Return the name of the implementation that a type of device tries first: "torch" if it has no other."""
         return _candidates(self, device, dtype, _MODE[0])[0].name
 
     def has(self, name: str, device: str, dtype: torch.dtype) -> bool:
-        """Whether a type of device has an implementation, with the kernels that are selected."""
+        """Return whether a type of device has an implementation, with the kernels that are selected."""
         return any(
             entry.name == name for entry in _candidates(self, device, dtype, _MODE[0])
         )
@@ -178,7 +178,7 @@ class Operation:
     def choice(
         self, x: torch.Tensor, *arguments: Any, **named: Any
     ) -> Callable[..., Any]:
-        """The function that a call of these arguments runs."""
+        """Return the function that a call of these arguments runs."""
         if torch.compiler.is_dynamo_compiling():
             return self.in_torch
         for calls in _RECORDS if x.dim() > 1 else ():
@@ -221,7 +221,7 @@ class Bound:
         return function(x, *arguments)
 
     def chosen(self, x: torch.Tensor, *arguments: Any) -> Callable[..., Any]:
-        """The function that calls of arguments like these run."""
+        """Return the function that calls of arguments like these run."""
         function = self.operation.choice(x, *arguments)
         self._chosen = (x.shape, x.dtype, CHOICES.number), function
         return function
@@ -321,7 +321,7 @@ def select(mode: str) -> None:
 
 
 def is_selected(mode: str) -> bool:
-    """Whether these are the kernels of this process."""
+    """Return whether these are the kernels of this process."""
     return _MODE[0] == mode
 
 
@@ -373,7 +373,7 @@ CHECKS_BEFORE_USE: dict[
 def _reason_against(
     operation: Operation, entry: Implementation, device: str, dtype: torch.dtype
 ) -> str:
-    """Why this machine cannot use an implementation. On a GPU it must first equal torch's operations."""
+    """Return why this machine cannot use an implementation. On a GPU it must first equal torch's operations."""
     check = CHECKS_BEFORE_USE.get(device, lambda *_: "")
     return entry.available() or check(operation, entry, dtype)
 
@@ -389,7 +389,7 @@ def _log_once(operation: str, name: str, reason: str) -> None:
 
 
 def kernels_text(ran: Ran) -> str:
-    """The implementations of the operations of a step, in one line of the log.
+    """Return the implementations of the operations of a step, in one line of the log.
 
     kernels: attention c++, gelu c++ or torch; affine, layer_norm, product by torch
     """

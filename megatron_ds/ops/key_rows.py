@@ -23,7 +23,7 @@ class KeyRows:
     _known: dict[AttentionPattern, KeyVisibility] = field(default_factory=dict)
 
     def visible(self, pattern: AttentionPattern) -> KeyVisibility:
-        """What the queries see; one object for all layers of a pattern."""
+        """Return what the queries see; one object for all layers of a pattern."""
         if self.is_alike:
             return KeyVisibility(pattern)
         if pattern not in self._known:

@@ -17,7 +17,7 @@ GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 
 
 def seed_of(*key: int | str) -> int:
-    """A seed that depends on every part of the key, and on their order and types."""
+    """Return a seed that depends on every part of the key, and on their order and types."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     return int.from_bytes(digest, "little") >> (128 - BITS)
 
@@ -25,7 +25,7 @@ def seed_of(*key: int | str) -> int:
 def generator_of(
     *key: int | str, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """A new generator, seeded by the key."""
+    """Return a new generator, seeded by the key."""
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 

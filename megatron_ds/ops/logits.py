@@ -145,7 +145,7 @@ class LogitsKept:
 def keep_logits(
     logits: torch.Tensor, labels: torch.Tensor, valid: int
 ) -> LogitsKept | ProbabilitiesKept:
-    """What is kept of logits from forward to backward. Arguments: as of `cross_entropy_facts`."""
+    """Return what is kept of logits from forward to backward. Arguments: as of `cross_entropy_facts`."""
     return (ProbabilitiesKept if logits.device.type == "cpu" else LogitsKept)(
         logits, labels, valid
     )

@@ -37,7 +37,7 @@ class CoefficientSet:
     then: str = "cycle"
 
     def first(self, count: int) -> list[Coefficients]:
-        """The coefficients of `count` iterations. Raises ValueError if the set has fewer."""
+        """Return the coefficients of `count` iterations. Raises ValueError if the set has fewer."""
         if self.then == "end" and count != len(self.steps):
             raise ValueError(
                 f"the set has coefficients of {len(self.steps)} iterations, not of {count}"
@@ -110,7 +110,7 @@ def newton_schulz(
     coefficients: list[Coefficients],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A batch [n, o, i] after the iterations, in its own dtype. Each product is one launch for all matrices.
+    """Return a batch [n, o, i] after the iterations, in its own dtype. Each product is one launch for all matrices.
 
     dtype: of the products; None: that of the batch. The norm is divided out before it is rounded to this.
     """

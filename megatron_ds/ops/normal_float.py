@@ -75,7 +75,7 @@ def bytes_of_decoding(numel: int) -> int:
 
 @cache
 def _borders(device: torch.device) -> torch.Tensor:
-    """The middles between neighbours."""
+    """Return the middles between neighbours."""
     levels = torch.tensor(LEVELS)
     return ((levels[1:] + levels[:-1]) / 2).to(device)
 

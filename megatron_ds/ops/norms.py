@@ -75,7 +75,7 @@ class Norm(nn.Module):
         return self.norm(x, weight, self.eps)
 
     def halves(self, x: torch.Tensor, adds: bool) -> Halves | None:
-        """The halves of what computes the norm of x [.., hidden], or if it `adds`, of its sum with a
+        """Return the halves of what computes the norm of x [.., hidden], or if it `adds`, of its sum with a
         residual, as `layer_norm_rows` and `layer_norm_gradients`. None where there are none."""
         weight = self.weight
         bias = self.bias

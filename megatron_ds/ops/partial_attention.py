@@ -108,7 +108,7 @@ class PartialGradients:
         self.dq = torch.zeros_like(queries, dtype=torch.float32)  # [q, b, n, d]
 
     def of_sink(self, sink: torch.Tensor) -> torch.Tensor:
-        """The gradient of the sink [n]: -Σ exp(sink - l) D over the rows."""
+        """Return the gradient of the sink [n]: -Σ exp(sink - l) D over the rows."""
         dots = (
             self._dots
             if self._dots is not None
@@ -152,8 +152,8 @@ class _Work:
     keep: Keep | None
 
     def has_kernel(self, keys: Runs) -> bool:
-        """Whether the compiled kernel takes the queries and keys of these positions: positions and documents of
-        keys then determine all that is hidden and added, and there is neither dropout nor a cap."""
+        """Return whether the compiled kernel takes the queries and keys of these positions: positions and documents
+        of keys then determine all that is hidden and added, and there is neither dropout nor a cap."""
         if self.keep is not None or self.scoring.has_places:
             return False
         if self.scoring.cap is not None:
@@ -168,7 +168,7 @@ class _Work:
     def tiles(
         self, keys: torch.Tensor, values: torch.Tensor, positions: Runs
     ) -> Iterator[tuple[Tile, "_Operands"]]:
-        """The tiles of a block of keys and values [k, b, g, d], and their tensors."""
+        """Yield the tiles of a block of keys and values [k, b, g, d], and their tensors."""
         keys = _heads(keys)
         values = _heads(values)
         # The compiled kernel takes the pattern itself.
@@ -200,7 +200,7 @@ class _Work:
         )
 
     def _bias(self, tile: Tile) -> torch.Tensor | None:
-        """What is added to the scores of a tile, so that hidden keys have no probability."""
+        """Return what is added to the scores of a tile, so that hidden keys have no probability."""
         hidden = None
         falling = None
         if not (tile.is_whole or tile.is_triangle):
@@ -443,7 +443,7 @@ def _elementary_backward(
 
 
 def _adding(backward: Callable) -> Callable:
-    """The backward of a `_Kernel` from one that returns dq, dk and dv."""
+    """Return the backward of a `_Kernel` from one that returns dq, dk and dv."""
 
     def add(t: _Operands, final: _Final, totals: Sequence[torch.Tensor]) -> None:
         for total, part in zip(totals, backward(t, final), strict=True):

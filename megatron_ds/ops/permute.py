@@ -284,7 +284,7 @@ def _padded_sum_of_slots(
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which rows of x are added up."""
+    """Return the dtype in which rows of x are added up."""
     if x.dtype is torch.float64:
         return torch.float64
     return torch.float32

@@ -110,7 +110,7 @@ def add_product_(
 def _is_alone(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
 ) -> bool:
-    """Whether there is no other product to choose, and this one takes little memory beside `out`."""
+    """Return whether there is no other product to choose, and this one takes little memory beside `out`."""
     return is_selected("torch") and not is_widened(a) and out.numel() <= MOST_NARROW
 
 

@@ -61,7 +61,7 @@ def dequantize(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `quantize` made of `numel` numbers → [numel] of `dtype`: codes times scales, rounded once.
+    """Return what `quantize` made of `numel` numbers → [numel] of `dtype`: codes times scales, rounded once.
 
     out: contiguous memory for the result; None: new memory
     """

@@ -180,7 +180,7 @@ def _rotate(
 def _pairs(
     x: torch.Tensor, count: int, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first and the second channels of the pairs [.., count], and the channels that are not rotated."""
+    """Return the first and the second channels of the pairs [.., count], and the channels that are not rotated."""
     channels = 2 * count
     turned, rest = x.split([channels, x.shape[-1] - channels], dim=-1)
     if interleaved:

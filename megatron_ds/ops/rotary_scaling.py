@@ -25,7 +25,7 @@ class Scaling(Protocol):
         """Factor of cos and sin."""
 
     def __call__(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """The frequencies to use, fp32 [r/2], in place of these."""
+        """Return the frequencies to use, fp32 [r/2], in place of these."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class YarnScaling:
         return torch.lerp(frequencies, frequencies / self.factor, stretched)
 
     def _pair_of(self, turns: float, pairs: int) -> float:
-        """The number of the pair that turns so often in `original` tokens."""
+        """Return the number of the pair that turns so often in `original` tokens."""
         return (
             pairs
             * math.log(self.original / (turns * 2 * math.pi))

@@ -30,11 +30,11 @@ class Scoring:
         return self.alibi is not None and self.alibi.places is not None
 
     def scale_of(self, channels: int) -> float:
-        """The scale, for heads of d channels."""
+        """Return the scale, for heads of d channels."""
         return self.scale or channels**-0.5
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        """The scores; with a cap, smoothly bounded by it."""
+        """Return the scores; with a cap, smoothly bounded by it."""
         return scores if self.cap is None else self.cap * (scores / self.cap).tanh()
 
 

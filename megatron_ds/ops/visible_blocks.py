@@ -43,12 +43,12 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, run: range, size: int) -> "Parts":
-        """A run in parts of `size` positions; the last may have fewer."""
+        """Return a run in parts of `size` positions; the last may have fewer."""
         starts = np.arange(run.start, run.stop, size)
         return cls(starts, np.minimum(starts + size, run.stop))
 
     def documents(self, boundaries: Boundaries) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the first and of the last document in each part, [samples, parts]."""
+        """Return the numbers of the first and of the last document in each part, [samples, parts]."""
         ends = (self.starts, self.stops - 1)
         first, last = (
             np.array([np.searchsorted(sample, at, "right") for sample in boundaries])
@@ -73,7 +73,7 @@ class VisibleBlocks(Generic[A]):
     whole: A
 
     def __and__(self, other: "VisibleBlocks[A]") -> "VisibleBlocks[A]":
-        """The blocks of queries that see what both let them see.
+        """Return the blocks of queries that see what both let them see.
 
         A block where no query sees a key through both may still be computed, with a mask.
         """
@@ -119,7 +119,8 @@ def keys_seen(
     queries: range,
     keys: range,
 ) -> range:
-    """The part of `keys` from the first to the last that any of the queries may see in any sample; maybe empty.
+    """Return the part of `keys` from the first to the last that any of the queries may see in any sample; maybe
+    empty.
 
     Both are contiguous positions; `queries` has at least one. A layout hides nothing here.
     """

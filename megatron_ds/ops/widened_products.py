@@ -28,7 +28,7 @@ class Workspace(threading.local):
         self._memory: dict[str, torch.Tensor | None] = {}
 
     def take(self, role: str, *shape: int) -> torch.Tensor:
-        """An uninitialised tensor, valid until the thread takes the same role again."""
+        """Return an uninitialised tensor, valid until the thread takes the same role again."""
         memory = self._memory.get(role)
         numel = math.prod(shape)
         if memory is None or memory.numel() < numel:
@@ -69,20 +69,20 @@ _ASK_ONEDNN = {
 
 @functools.cache
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies matrices of `dtype` at full speed."""
+    """Return whether this processor multiplies matrices of `dtype` at full speed."""
     if dtype not in _ASK_ONEDNN:
         return True
     return has_instructions(dtype)
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has instructions of this processor for products of a 16-bit dtype."""
+    """Return whether oneDNN has instructions of this processor for products of a 16-bit dtype."""
     ask = getattr(torch.ops.mkldnn, _ASK_ONEDNN[dtype])
     return ask()
 
 
 def is_widened(t: torch.Tensor) -> bool:
-    """Whether products of `t` are computed in fp32."""
+    """Return whether products of `t` are computed in fp32."""
     return t.device.type == "cpu" and not has_products(t.dtype)
 
 
@@ -176,7 +176,7 @@ def _split(size: int, each: int) -> list[slice]:
 
 
 def _widen(role: str, t: torch.Tensor) -> torch.Tensor:
-    """A matrix in fp32 in the workspace, in its own memory order."""
+    """Return a matrix in fp32 in the workspace, in its own memory order."""
     if t.stride(0) < t.stride(1):
         return _widen(role, t.t()).t()
     wide = WORKSPACE.take(role, *t.shape)

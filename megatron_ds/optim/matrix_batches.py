@@ -52,7 +52,7 @@ def change_matrices(
 
 
 def views_of(tensor: torch.Tensor, matrices: Matrices, unit: str) -> Iterator[Views]:
-    """The matrices of one parameter [.., rows, columns], contiguous, as few views.
+    """Yield the matrices of one parameter [.., rows, columns], contiguous, as few views.
 
     The elements of a view are those of its matrices, one after the other, in order.
     """
@@ -76,6 +76,6 @@ def views_of(tensor: torch.Tensor, matrices: Matrices, unit: str) -> Iterator[Vi
 def _like(
     views: Sequence[torch.Tensor], batch: torch.Tensor, counts: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The parts of a batch as views of the same shapes."""
+    """Return the parts of a batch as views of the same shapes."""
     parts = batch.contiguous().split(counts)
     return [part.view(view.shape) for view, part in zip(views, parts)]

@@ -159,7 +159,7 @@ def _of_whole(
 
 
 def rule_of(settings: OptimizerConfig) -> MuonRule:
-    """The rule of a configuration."""
+    """Return the rule of a configuration."""
     if settings.muon_per_head:
         unit = HEADS
     elif settings.muon_split_qkv:
@@ -195,7 +195,7 @@ def muon_groups(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
 
 
 def has_matrices(spec: ParamSpec) -> bool:
-    """Whether the parameter is the weight of a hidden linear layer."""
+    """Return whether the parameter is the weight of a hidden linear layer."""
     return spec.matrices is not None and spec.decay
 
 

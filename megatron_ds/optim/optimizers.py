@@ -38,7 +38,7 @@ Make = Callable[..., torch.optim.Optimizer]
 
 
 def fused(kind: type, groups: list[dict], **options: Any) -> torch.optim.Optimizer:
-    """An optimizer of torch with one kernel over all tensors; its multi-tensor implementation, with a line in
+    """Return an optimizer of torch with one kernel over all tensors; its multi-tensor implementation, with a line in
     the log, if the device has no fused one."""
     try:
         return kind(groups, fused=True, **options)
@@ -184,7 +184,7 @@ def default_groups(optimizer: MakeOptimizer) -> tuple[ParamGroup, ...]:
 
 
 def param_groups_of(settings: OptimizerConfig) -> tuple[ParamGroup, ...]:
-    """The groups of `--optimizer`: those that its entry chooses, else the default ones; divided by
+    """Return the groups of `--optimizer`: those that its entry chooses, else the default ones; divided by
     --param-group and --decoupled-lr. Raises ConfigError for a --param-group that cannot be read."""
     choose = OPTIMIZERS.declared(settings.optimizer).groups_of
     groups = (
@@ -218,7 +218,7 @@ def _of_rule(
     groups: Sequence[ParamGroup],
     settings: OptimizerConfig,
 ) -> ParamGroup:
-    """The parameters of `group` that match the rule."""
+    """Return the parameters of `group` that match the rule."""
     optimizer = group.optimizer
     factor = group.lr_factor
     if rule.optimizer is not None:
@@ -245,7 +245,7 @@ def _is_decoupled(group: ParamGroup, spec: ParamSpec) -> bool:
 
 
 def group_of(spec: ParamSpec, groups: Sequence[ParamGroup]) -> ParamGroup:
-    """The first group that accepts the parameter. Raises ConfigError if none does."""
+    """Return the first group that accepts the parameter. Raises ConfigError if none does."""
     for group in groups:
         if group.filter(spec):
             return group

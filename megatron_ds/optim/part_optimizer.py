@@ -55,7 +55,7 @@ class PartOptimizer(torch.optim.Optimizer):
         """Update the parameters with their gradients; these are not recorded."""
 
     def state_of(self, p: torch.Tensor) -> dict[str, Any]:
-        """The state of a parameter, made when it is first asked for."""
+        """Return the state of a parameter, made when it is first asked for."""
         state = self.state[p]
         if self.COUNTS_STEPS:
             state.setdefault("step", 0)
@@ -65,11 +65,11 @@ class PartOptimizer(torch.optim.Optimizer):
         return state
 
     def zeros(self, p: torch.Tensor) -> torch.Tensor:
-        """The first value of a state of `p`."""
+        """Return the first value of a state of `p`."""
         return torch.zeros_like(p)
 
     def count_step(self, p: torch.Tensor) -> dict[str, Any]:
-        """The state of a parameter, whose number of updates is one larger then."""
+        """Return the state of a parameter, whose number of updates is one larger then."""
         state = self.state_of(p)
         # A value that is loaded from torch's optimizer is a tensor.
         state["step"] = int(state["step"]) + 1
@@ -101,7 +101,7 @@ class HalvedOptimizer(PartOptimizer):
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors of all groups of an optimizer, in order."""
+    """Return the tensors of all groups of an optimizer, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -111,7 +111,7 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def gradient_of(p: torch.Tensor) -> torch.Tensor | None:
-    """The gradient to read: `p.low_grad`, a 16-bit tensor of the same length, in place of `p.grad`, if there
+    """Return the gradient to read: `p.low_grad`, a 16-bit tensor of the same length, in place of `p.grad`, if there
     is one."""
     low_grad = getattr(p, "low_grad", None)
     return p.grad if low_grad is None else low_grad

@@ -68,7 +68,7 @@ class RowAdamW(RowOptimizer):
 
 
 def has_kernel(groups: Iterable[dict]) -> bool:
-    """Whether all parameters of the groups are fp32, on devices with an implementation of `adamw`."""
+    """Return whether all parameters of the groups are fp32, on devices with an implementation of `adamw`."""
     parameters = [p for group in groups for p in group["params"]]
     devices = {p.device.type for p in parameters} or {"cpu"}
     return all(p.dtype == torch.float32 for p in parameters) and all(

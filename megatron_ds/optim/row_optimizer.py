@@ -46,11 +46,11 @@ class RowOptimizer(PartOptimizer):
         raise NotImplementedError
 
     def row(self, p: torch.Tensor, grad: torch.Tensor) -> Any:
-        """The row of a parameter, for `update`."""
+        """Return the row of a parameter, for `update`."""
         raise NotImplementedError
 
     def zeros(self, p: torch.Tensor) -> torch.Tensor:
-        """The first value of a state of `p`, on huge pages: a step passes through all of it once."""
+        """Return the first value of a state of `p`, on huge pages: a step passes through all of it once."""
         return huge_page_zeros(p.numel(), device=p.device).view(p.shape)
 
     def _rows_by_device(

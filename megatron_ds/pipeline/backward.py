@@ -118,7 +118,7 @@ class SplitBackward:
     def input_half(
         self, microbatch: int, edge: GradientEdge | None, x: Tensor | None
     ) -> Tensor | None:
-        """The gradient of x, a leaf, in a backward from the `Root` at `edge`.
+        """Return the gradient of x, a leaf, in a backward from the `Root` at `edge`.
 
         The weight half waits under the micro-batch's number. It is empty where edge is None or no parameter
         and no input requires a gradient: frozen layers.

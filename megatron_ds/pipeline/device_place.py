@@ -75,7 +75,7 @@ class DevicePlace:
         return done, len(launched), at
 
     def look(self) -> DeviceEntry:
-        """Where the device is now, and since when."""
+        """Return where the device is now, and since when."""
         done, launched, at = self.current()
         instruction, stage, microbatch = ("", NONE, None) if at is None else at
         now = time.monotonic_ns()

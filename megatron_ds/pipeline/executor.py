@@ -125,7 +125,7 @@ class Executor:
         return losses
 
     def forward(self, microbatches: Sequence[Batch]) -> list[Any]:
-        """The losses, or outputs of a last stage without loss, without gradients.
+        """Return the losses, or outputs of a last stage without loss, without gradients.
 
         Batches with training=False are evaluated without dropout.
         """
@@ -225,7 +225,7 @@ class Executor:
             waiting[key] = _arrived(waiting[key])
 
     def _where(self) -> str:
-        """The current instruction, for messages."""
+        """Return the current instruction, for messages."""
         i = self._current
         step = f"in a step of {len(self._microbatches)} micro-batches"
         if i is None:
@@ -234,7 +234,7 @@ class Executor:
         return where if self._place is None else f"{where}; {self._device_place()}"
 
     def _device_place(self) -> str:
-        """The instruction at which the device is, for messages."""
+        """Return the instruction at which the device is, for messages."""
         assert self._place is not None, "`_where` asks only with it"
         done, launched, i = self._place.current()
         at = (

@@ -89,7 +89,7 @@ OTHER_END = {
 
 
 def other_end(i: Instruction) -> Instruction:
-    """The receive of a send, or the send of a receive."""
+    """Return the receive of a send, or the send of a receive."""
     op, away = OTHER_END[i.op]
     return Instruction(op, i.stage + away, i.microbatch)
 

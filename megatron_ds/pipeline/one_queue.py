@@ -84,7 +84,7 @@ def check_one_queue(schedule: Schedule) -> None:
 
 
 def _queue(program: Program, home: dict[int, int]) -> Sequence[Item]:
-    """The program of one rank as entries of its queue."""
+    """Return the program of one rank as entries of its queue."""
     items = []
     received: set[Instruction] = set()
     last: dict[tuple[Op, int], Instruction] = {}  # (operation, peer) → message

@@ -70,7 +70,7 @@ def lower(
     gather: bool = False,
     reduce_each: bool = False,
 ) -> Schedule:
-    """A schedule ready to be executed: transfers, ties and reductions added."""
+    """Return a schedule ready to be executed: transfers, ties and reductions added."""
     return add_zero(
         add_ties(add_transfers(schedule, num_stages), tied),
         gather=gather,
@@ -133,7 +133,7 @@ def _lanes(
 def _posts(
     messages: Sequence[Message], program: Program, starts: Sequence[float]
 ) -> list[Moment]:
-    """When the receives of a lane are posted. program, starts: of the rank that receives."""
+    """Return when the receives of a lane are posted. program, starts: of the rank that receives."""
     use_of = _uses(program)
     for message in messages:
         if message.receive not in use_of:
@@ -224,7 +224,7 @@ def _gathered(program: Program) -> Program:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule; where it has been lowered, with their transfers."""
+    """Return the forwards of a schedule; where it has been lowered, with their transfers."""
     return tuple(_forward_program(program) for program in schedule)
 
 

@@ -52,7 +52,7 @@ ANCHORS = {
 
 
 def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
-    """The schedule as text, a line per rank, a column per `unit` of time (default: shortest computation).
+    """Return the schedule as text, a line per rank, a column per `unit` of time (default: shortest computation).
 
     rank 0 | F0 F1 .. .. B0 -- .. B1 --
     rank 1 | .. F0 B0 -- F1 B1 --     "--" continues, ".." is idle, F0' is of the rank's second stage
@@ -152,7 +152,7 @@ def layout(panels: list[Panel], width: int = 1100) -> Picture:
 
 
 def svg(panels: list[Panel], width: int = 1100) -> str:
-    """The picture as the text of an SVG file."""
+    """Return the picture as the text of an SVG file."""
     picture = layout(panels, width)
     # The head: the size of the canvas, and the style that all numbers share.
     lines = [
@@ -278,7 +278,7 @@ def _rows(
 def _bar(
     i: Instruction, start: float, end: float, scale: float, y: float, later: int
 ) -> TimeBar:
-    """The bar of a computation. later: 1 for every second stage of the rank, in pale colours, else 0."""
+    """Return the bar of a computation. later: 1 for every second stage of the rank, in pale colours, else 0."""
     wide = (end - start) * scale
     number = str(i.microbatch)
     has_room = wide >= LETTER * len(number) + 3
@@ -346,7 +346,7 @@ def _round_step(least: float) -> float:
 def _text_row(
     program: Program, starts: Sequence[float], ends: Sequence[float], unit: float
 ) -> list[str]:
-    """The cells of a rank: a name where a computation begins, "-" where it continues, "." where it is idle."""
+    """Return the cells of a rank: a name where a computation begins, "-" where it continues, "." where it is idle."""
     stages = sorted({i.stage for i in program})
     row: list[str] = []
     for i, start, end in zip(program, starts, ends):
@@ -363,5 +363,5 @@ def _text_row(
 
 
 def _text_cell(text: str, width: int) -> str:
-    """A cell of this width, filled with its mark or with blanks."""
+    """Return a cell of this width, filled with its mark or with blanks."""
     return text * width if text in (".", "-") else text.ljust(width)

@@ -176,7 +176,7 @@ def _peak(
     grows: Callable[[Instruction], bool],
     shrinks: Callable[[Instruction], bool],
 ) -> int:
-    """The highest count; an instruction that shrinks the count does so at its end."""
+    """Return the highest count; an instruction that shrinks the count does so at its end."""
     live = peak = 0
     for i in program:
         live += grows(i)

@@ -129,7 +129,7 @@ class Stage:
         return None if live.input is None else live.input.grad
 
     def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """The first half of `backward`: no parameter's gradient. `backward_weights` must follow."""
+        """Return the first half of `backward`: no parameter's gradient. `backward_weights` must follow."""
         live = self._to_start(microbatch, grad)
         if live.root is None:
             return self._split.input_half(microbatch, None, live.input)
@@ -175,7 +175,7 @@ class Stage:
     def _run(
         self, x: Tensor | None, batch: Batch, attached: Callable[[Tensor], Tensor]
     ) -> Any:
-        """The output of the last layer. Terms of a layer that a loss follows are left for the objective."""
+        """Return the output of the last layer. Terms of a layer that a loss follows are left for the objective."""
         enter = self.hooks.enter
         leave = self.hooks.leave
         before = self.hooks.before

@@ -17,7 +17,7 @@ MOST_REPEATS = 10_000  # of one "*n" in a layout
 
 
 def partition(costs: Sequence[float], stages: int) -> Bounds:
-    """The bounds that minimize the cost of the costliest stage; exact, with at least one layer on each stage.
+    """Return the bounds that minimize the cost of the costliest stage; exact, with at least one layer on each stage.
 
     Raises LayoutError for more stages than layers, and for costs that are negative or not finite.
 
@@ -100,12 +100,12 @@ def count_stages(text: str) -> int:
 
 
 def _is_counts(text: str) -> bool:
-    """Whether a layout has the form "3,2,3"."""
+    """Return whether a layout has the form "3,2,3"."""
     return bool(re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text))
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The costs as multiples of one unit, so that sums are exact and equal cuts compare as equal."""
+    """Return the costs as multiples of one unit, so that sums are exact and equal cuts compare as equal."""
     ratios = [c.as_integer_ratio() for c in costs]
     denominators = [denominator for _, denominator in ratios]
     unit = math.lcm(*denominators)
@@ -123,7 +123,7 @@ def _least_maximum(prefix: Sequence[int], stages: int) -> int:
 
 
 def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
-    """Whether `stages` stages of at most `limit` suffice. Fewer do too: dividing a stage raises no cost."""
+    """Return whether `stages` stages of at most `limit` suffice. Fewer do too: dividing a stage raises no cost."""
     used = 1
     start = 0
     for at in range(1, len(prefix)):
@@ -195,7 +195,7 @@ def _expand(text: str) -> str:
 
 
 def _wrong(text: str, what: str, num_blocks: int, stages: int) -> ConfigError:
-    """The error for a layout, with an even layout in both forms as examples."""
+    """Return the error for a layout, with an even layout in both forms as examples."""
     each, more = divmod(num_blocks, stages)
     fewer = stages - more
     even = [each] * fewer + [each + 1] * more

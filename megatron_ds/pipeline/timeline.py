@@ -50,7 +50,7 @@ class Timeline:
             self._epoch = time.time() - time.perf_counter()
 
     def now(self):
-        """A time stamp, for `add` alone."""
+        """Return a time stamp, for `add` alone."""
         if not self._is_cuda:
             return time.perf_counter()
         stamp = torch.cuda.Event(enable_timing=True)
@@ -62,7 +62,7 @@ class Timeline:
         self._entries.append((instruction, start, self.now()))
 
     def read(self) -> list[Entry]:
-        """The entries since the last call, in seconds since 1970. The host waits for the device."""
+        """Return the entries since the last call, in seconds since 1970. The host waits for the device."""
         entries = self._entries
         self._entries = []
         read = []
@@ -124,14 +124,14 @@ def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
 
 
 def steps_of(timelines: Mapping[int, Sequence[Entry]]) -> list[dict[int, list[Entry]]]:
-    """A recording of several steps, step by step: a step ends where a rank repeats a computation."""
+    """Return a recording of several steps, step by step: a step ends where a rank repeats a computation."""
     per_rank = {rank: _split(entries) for rank, entries in timelines.items()}
     number = min((len(steps) for steps in per_rank.values()), default=0)
     return [{rank: steps[n] for rank, steps in per_rank.items()} for n in range(number)]
 
 
 def timelines_of(simulation: "Simulation", unit: float = 1.0) -> dict[int, list[Entry]]:
-    """A simulation as timelines; unit: seconds of its unit of time."""
+    """Return a simulation as timelines; unit: seconds of its unit of time."""
     ranks = zip(simulation.schedule, simulation.starts, simulation.ends)
     return {
         rank: [(i, start * unit, end * unit) for i, start, end in zip(*its)]
@@ -155,7 +155,7 @@ def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> "Simulation":
 
 
 def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> "Cost":
-    """A cost function for the simulator: the median time of a computation at its stage, over micro-batches.
+    """Return a cost function for the simulator: the median time of a computation at its stage, over micro-batches.
 
     Transfers and operations that were not recorded take no time; B and I + W are derived from one another.
     """
@@ -178,7 +178,7 @@ def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> "Cost":
 
 
 def _event(rank: int, i: Instruction, start: float, end: float) -> dict:
-    """The event of an instruction, in microseconds."""
+    """Return the event of an instruction, in microseconds."""
     # The thread of its kind.
     if i.op in COMPUTE:
         tid = 0
@@ -224,7 +224,7 @@ def _read(path: Path) -> dict[int, list[Entry]]:
 
 
 def _split(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """The steps of one rank."""
+    """Return the steps of one rank."""
     steps: list[list[Entry]] = []
     seen: set[Instruction] = set()
     for entry in entries:

@@ -187,7 +187,7 @@ def _reject(what: str, instructions: Iterable[Instruction]) -> None:
 
 
 def _some(things: list) -> str:
-    """The first of the things, and how many more there are."""
+    """Return the first of the things, and how many more there are."""
     shown = ", ".join(map(str, things[:SHOWN]))
     if len(things) <= SHOWN:
         return shown

@@ -144,7 +144,7 @@ def own_stages(
     *,
     only_forward: bool = False,
 ) -> list[FakeStage]:
-    """The stages of this rank in a real run; arguments as of `run_own_stages`."""
+    """Return the stages of this rank in a real run; arguments as of `run_own_stages`."""
     fake = fake_mesh(mesh.grid, mesh.rank)
     fake.place_stages(plan.shape.placement)
     with without_memory(mesh.device.type, config.train.kernels) as where:
@@ -435,7 +435,7 @@ class LiveBytes(DispatchMode):
 
 
 def _tensors(values: object) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results of an operation."""
+    """Yield the tensors among arguments or results of an operation."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):

@@ -41,7 +41,7 @@ DEVICE_PEAKS = {
 
 @cache
 def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
-    """The layers of a model on a single rank, not built."""
+    """Return the layers of a model on a single rank, not built."""
     return tuple(MODELS[model.model](model, ParallelContext()))
 
 

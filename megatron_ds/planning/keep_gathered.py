@@ -71,7 +71,7 @@ def decide_keep_gathered(budgets: Sequence[MemoryBudget]) -> KeepGathered:
 def agree_on_keep_gathered(
     config: RunConfig, mesh: Mesh, memory: int, run: RunPlan
 ) -> KeepGathered:
-    """The decision of `decide_keep_gathered`, the same on all ranks. Collective over the world.
+    """Return the decision of `decide_keep_gathered`, the same on all ranks. Collective over the world.
 
     memory: from `memory_of_rank`
     """
@@ -80,12 +80,12 @@ def agree_on_keep_gathered(
 
 
 def is_automatic(config: RunConfig) -> bool:
-    """Whether memory decides, not the configuration."""
+    """Return whether memory decides, not the configuration."""
     return config.zero.stage == 3 and config.zero.zero3_pin_stage == "auto"
 
 
 def keep_gathered_text(decision: KeepGathered) -> str:
-    """A line of the start-up text: the decision and its reason."""
+    """Return a line of the start-up text: the decision and its reason."""
     b = decision.budget
     mib = lambda count: f"{count / 2**20:,.1f}"
     if not b.memory:
@@ -100,7 +100,7 @@ def keep_gathered_text(decision: KeepGathered) -> str:
 
 
 def _budget(config: RunConfig, mesh: Mesh, memory: int, run: RunPlan) -> MemoryBudget:
-    """The plan of a step in which the stages of this rank stay gathered."""
+    """Return the plan of a step in which the stages of this rank stay gathered."""
     # Loaded by runs whose memory decides.
     from ..pipeline.simulate import Simulation
     from .fake_stages import own_stages
@@ -170,7 +170,7 @@ def _machine(meminfo: Path) -> int | None:
 
 
 def _cgroup(folder: Path) -> int | None:
-    """The unused part of a container's limit. Version 1 has the same numbers under other names."""
+    """Return the unused part of a container's limit. Version 1 has the same numbers under other names."""
     old = (
         "memory/memory.limit_in_bytes",
         "memory/memory.usage_in_bytes",

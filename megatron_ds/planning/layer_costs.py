@@ -193,7 +193,7 @@ def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times
 
 
 def read_costs(path: Path, run: dict) -> Times | None:
-    """The times in a file; None if there is no file or its times are of a run unlike `run`.
+    """Return the times in a file; None if there is no file or its times are of a run unlike `run`.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -305,7 +305,7 @@ def _time_layer(
     finish: Callable,
     device: torch.device,
 ) -> LayerCost:
-    """The times of one layer. x: its input; None if it reads tokens, so its backward has no input half."""
+    """Return the times of one layer. x: its input; None if it reads tokens, so its backward has no input half."""
 
     def run(weights: bool) -> tuple[float, float]:
         given = None if x is None else x.detach().requires_grad_()
@@ -335,7 +335,7 @@ def _now(device: torch.device) -> float:
 
 
 def _run_key(config: RunConfig, device: torch.device) -> dict:
-    """The settings and the device on which the times depend."""
+    """Return the settings and the device on which the times depend."""
     m = config.model
     train = config.train
     parallel = config.parallel

@@ -38,7 +38,7 @@ def layer_rows(
     *,
     each: bool = False,
 ) -> list[LayerRow]:
-    """The rows for a step over `samples` sequences of `length` tokens, in the order of the model.
+    """Return the rows for a step over `samples` sequences of `length` tokens, in the order of the model.
 
     kept: tokens of each sequence that the layers see which drop some; None: all
     each: a row for each layer; else for each kind

@@ -145,7 +145,7 @@ def plan_rank(
     num_metrics: int,
     device: str,
 ) -> RankPlan:
-    """The memory and the traffic of one rank.
+    """Return the memory and the traffic of one rank.
 
     groups         from `data_groups`
     stages         of this rank
@@ -475,7 +475,7 @@ def _gradient_buffers(
 
 
 def _shard(plan: SetPlan, groups: DataGroups) -> int | None:
-    """The shard of the optimizer's state that the rank has; None if it has all."""
+    """Return the shard of the optimizer's state that the rank has; None if it has all."""
     if plan.policy.optimizer is None:
         return None
     return groups.ranks_of(plan.reduced_over).shard

@@ -24,7 +24,7 @@ DTYPES = {
 
 
 def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
-    """What the layers of a run need in addition to the sizes of the model. Collective over the world."""
+    """Return what the layers of a run need in addition to the sizes of the model. Collective over the world."""
     train = config.train
     dtype = DTYPES[config.optimizer.params_dtype]
     parallel = config.parallel
@@ -56,7 +56,7 @@ def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
 def describe_layers(
     config: RunConfig, mesh: Mesh, device: torch.device | None = None
 ) -> list[Layer]:
-    """The model as a list of named layers, not built.
+    """Return the model as a list of named layers, not built.
 
     device  of the parameters. None: the mesh's device. The meta device with ZeRO 3, and where frozen weights are
             encoded: a rank holds shards or codes only and must never hold the whole model
@@ -70,7 +70,7 @@ def describe_layers(
 
 
 def model_layers(config: RunConfig, ctx: ParallelContext) -> list[Layer]:
-    """The layers of a run, not built, with what features make of them."""
+    """Return the layers of a run, not built, with what features make of them."""
     layers = MODELS[config.model.model](config.model, ctx)
     for change in layer_changes(config):
         layers = change(layers, config, ctx)
@@ -78,7 +78,7 @@ def model_layers(config: RunConfig, ctx: ParallelContext) -> list[Layer]:
 
 
 def sequence_slice(config: RunConfig) -> SequenceSlice:
-    """The slice of the first rank. Plans use it for all ranks, as all slices have the same length."""
+    """Return the slice of the first rank. Plans use it for all ranks, as all slices have the same length."""
     p = config.parallel
     return SequenceSlice.of(
         tp=(0, p.tensor_model_parallel_size),
@@ -113,7 +113,7 @@ def blank_batch(
 
 
 def planned_batch(config: RunConfig, device: torch.device) -> Batch:
-    """The micro-batch of plans: of the first rank, in the last step."""
+    """Return the micro-batch of plans: of the first rank, in the last step."""
     batch = blank_batch(config, sequence_slice(config), device, last_step(config))
     if config.data.reset_attention_mask or config.data.pack_documents:
         return replace(batch, document_ids=torch.zeros_like(batch.tokens))
@@ -121,12 +121,12 @@ def planned_batch(config: RunConfig, device: torch.device) -> Batch:
 
 
 def last_step(config: RunConfig) -> int:
-    """The number of the last step, from 0."""
+    """Return the number of the last step, from 0."""
     return max(0, planned_steps(config) - 1)
 
 
 def data_kind(config: RunConfig) -> DataKind:
-    """The kind of the data of a run: that of the model, or what an objective of a wing makes of it."""
+    """Return the kind of the data of a run: that of the model, or what an objective of a wing makes of it."""
     own = MODELS[config.model.model].data
     objective = config.objective
     if objective is None or objective.data is None:
@@ -135,7 +135,7 @@ def data_kind(config: RunConfig) -> DataKind:
 
 
 def loss_function(config: RunConfig, mesh: Mesh) -> Callable:
-    """The loss of a run: (output of the last layer, batch) → `models.Loss`. Calls are collective over tp.
+    """Return the loss of a run: (output of the last layer, batch) → `models.Loss`. Calls are collective over tp.
 
     It is the model's, or that of an objective of a wing; that of pairs of answers is collective over cp, too.
     """

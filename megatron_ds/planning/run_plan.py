@@ -82,7 +82,7 @@ class RunPlan:
     times: Times
 
     def stage_layers(self, stage: int) -> tuple[Layer, ...]:
-        """The layers of a stage, in order."""
+        """Return the layers of a stage, in order."""
         return self.layers[self.bounds[stage] : self.bounds[stage + 1]]
 
     def stage_names(self, stage: int) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def plan_schedule(
     keep_gathered: bool = False,
     costs: StageCosts | None = None,
 ) -> Schedule:
-    """The programs of all pipeline ranks for one step of `num_microbatches`.
+    """Return the programs of all pipeline ranks for one step of `num_microbatches`.
 
     keep_gathered: stages are gathered once a step (ZeRO 3). costs: of the stages, for some schedules
     """
@@ -265,7 +265,7 @@ def schedule_problems(config: RunConfig) -> list[str]:
 
 
 def cut_problems(config: RunConfig) -> list[str]:
-    """Why the model cannot be cut as configured; found before process groups are created."""
+    """Return why the model cannot be cut as configured; found before process groups are created."""
     if found := list(problems_of([_more_stages_than_layers], config)):
         return found
     layers = MODELS[config.model.model](config.model, ParallelContext())
@@ -293,7 +293,7 @@ def _more_stages_than_layers(config: RunConfig) -> Iterator[str]:
 
 
 def optimizer_problems(config: RunConfig) -> list[str]:
-    """Why the optimizer cannot update the state that a rank holds under these settings."""
+    """Return why the optimizer cannot update the state that a rank holds under these settings."""
     if config.optimizer.optimizer not in OPTIMIZERS:
         return []  # the check of names reports an unknown one
     try:

@@ -35,7 +35,7 @@ class TrainingLength:
     is_settled: Callable[[int], bool]
 
     def is_reached(self, progress: Progress) -> bool:
-        """Whether the run ends: a limit is reached, or the next batch would exceed `samples`."""
+        """Return whether the run ends: a limit is reached, or the next batch would exceed `samples`."""
         return (
             self.iters is not None
             and progress.step >= self.iters
@@ -93,7 +93,7 @@ def _steps_within(samples: float, size: int) -> float:
 def make_length(
     config: RunConfig, batch_size: BatchSize | None = None
 ) -> TrainingLength:
-    """The length that a configuration describes. batch_size: by default `make_batch_size(config)`."""
+    """Return the length that a configuration describes. batch_size: by default `make_batch_size(config)`."""
     model = config.model
     train = config.train
     kept = config.kept_tokens

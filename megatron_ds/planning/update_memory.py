@@ -32,7 +32,7 @@ def bytes_of_update(
     groups: DataGroups,
     device: str,
 ) -> int:
-    """The most bytes that are alive during an update besides the state; 0 without optimizers of matrices.
+    """Return the most bytes that are alive during an update besides the state; 0 without optimizers of matrices.
 
     parameters: to which the indices in the plans refer. device: planned, "cpu" or "cuda"
     """

@@ -50,7 +50,7 @@ class WorldPlan:
         )
 
     def stages_of(self, pp_rank: int) -> list[FakeStage]:
-        """The stages of a pipeline rank."""
+        """Return the stages of a pipeline rank."""
         return [self.stages[index] for index in self.run.shape.stages_of(pp_rank)]
 
     @cached_property
@@ -131,7 +131,7 @@ class WorldPlan:
 
 
 def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
-    """The plan of all ranks. config: must have the size of the vocabulary.
+    """Return the plan of all ranks. config: must have the size of the vocabulary.
 
     Raises what a launch raises: the cut and the schedule are checked here, the layers when they run on the
     meta device; `config.parse` has checked the rules of the configuration.

@@ -47,7 +47,7 @@ class Cycle:
         return progress.scheduled_samples // self.batch - 1
 
     def height(self, i: int) -> float:
-        """The height in the cycle, from 0 through 1 and back, for 0 ≤ i < steps."""
+        """Return the height in the cycle, from 0 through 1 and back, for 0 ≤ i < steps."""
         n = (i + 1) % self.steps
         part, half, stairs = (
             (n, self.first, self.first_stairs)
@@ -78,7 +78,7 @@ class CycleRate:
         return self.at(self.cycle.place(progress))
 
     def at(self, i: int) -> float:
-        """The learning rate of the step that follows i + 1 completed steps."""
+        """Return the learning rate of the step that follows i + 1 completed steps."""
         if i < 0:
             return self.lowest
         if i < self.cycle.steps:
@@ -139,7 +139,7 @@ class RangeTest:
         return self.at(progress.scheduled_samples // self.batch - 1)
 
     def at(self, i: int) -> float:
-        """The learning rate of the step that follows i + 1 completed steps."""
+        """Return the learning rate of the step that follows i + 1 completed steps."""
         done = i + 1
         return self.lowest * (
             1 + self.rate * (done // self.size if self.in_stairs else done / self.size)

@@ -12,7 +12,7 @@ class Difficulty(Protocol):
         """The last and largest one."""
 
     def at(self, step: int) -> int:
-        """The value of a step. The schedule defines whether steps count from 0 or from 1."""
+        """Return the value of a step. The schedule defines whether steps count from 0 or from 1."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Progress:
         nan: bool = False,
         layer_tokens: int = 0,
     ) -> "Progress":
-        """The progress after one more step that consumed `samples` sequences and `tokens` tokens."""
+        """Return the progress after one more step that consumed `samples` sequences and `tokens` tokens."""
         return Progress(
             step=self.step + 1,
             samples=self.samples + samples,
@@ -131,7 +131,7 @@ class LearningRate:
         return self.at(self.count(progress))
 
     def at(self, n: int) -> float:
-        """The learning rate after n samples or tokens."""
+        """Return the learning rate after n samples or tokens."""
         if 0 < self.warmup and n <= self.warmup:
             risen = min(max(n, self.first), self.warmup) / self.warmup
             return self.initial + (self.highest - self.initial) * risen
@@ -179,7 +179,7 @@ class DeepSpeedRate:
         return self.at(progress.scheduled_samples // self.batch - 1)
 
     def at(self, i: int) -> float:
-        """The learning rate of the step that follows i + 1 completed steps."""
+        """Return the learning rate of the step that follows i + 1 completed steps."""
         if i < 0:
             return 0.0 if self.style == "WarmupCosineLR" else self.initial
         if i < self.steps:
@@ -221,7 +221,7 @@ class WeightDecay:
         return self.at(self.count(progress))
 
     def at(self, n: int) -> float:
-        """The weight decay after n samples or tokens."""
+        """Return the weight decay after n samples or tokens."""
         if self.style == "constant" or n > self.span:
             return self.end
         r = n / self.span
@@ -267,11 +267,11 @@ class BatchSize:
         return self.at(progress.samples)
 
     def at(self, n: int) -> int:
-        """The size after n consumed samples."""
+        """Return the size after n consumed samples."""
         return self.steps[bisect_right(self.steps, n, key=lambda step: step[0]) - 1][1]
 
     def until(self, n: int) -> float:
-        """The number of consumed samples at which the size at n ends; infinity for the last size."""
+        """Return the number of consumed samples at which the size at n ends; infinity for the last size."""
         return next((samples for samples, _ in self.steps if samples > n), math.inf)
 
     @property

@@ -10,7 +10,7 @@ class SequenceLengths(Protocol):
         """Return the length in a step. A sample that is shorter stays whole."""
 
     def is_settled(self, step: int) -> bool:
-        """Whether later steps are known to have the length of this one."""
+        """Return whether later steps are known to have the length of this one."""
 
     def rows(self, whole: int, length: int) -> int:
         """Return the number of sequences of `length` tokens into which a sample of `whole` tokens is cut."""

@@ -96,7 +96,7 @@ def token_losses(
 
 
 def target_weights(label_smoothing: float, vocab_size: int) -> tuple[float, float]:
-    """The target's part on the label alone, and its part on each token of the vocabulary."""
+    """Return the target's part on the label alone, and its part on each token of the vocabulary."""
     weight = smoothing_weight(label_smoothing, vocab_size) if label_smoothing else 0.0
     return 1 - weight, weight / vocab_size
 
@@ -107,7 +107,7 @@ def reference_cross_entropy(
     vocab_size: int,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The loss of whole logits [.., V'] and labels [..]; columns from `vocab_size` on are ignored.
+    """Return the loss of whole logits [.., V'] and labels [..]; columns from `vocab_size` on are ignored.
 
     Smoothing as in Megatron: the label's target is 1 - e, every other token's e / (vocab_size - 1). (torch
     spreads e over all tokens, the label included: its e is Megatron's times vocab_size / (vocab_size - 1).)

@@ -64,7 +64,7 @@ def initialize_interval(
 
 
 def _shape_of_shard(spec: ParamSpec, coordinates: Coordinates) -> tuple[int, ...]:
-    """The shape of this rank's part, with padding."""
+    """Return the shape of this rank's part, with padding."""
     sizes = {axis: size for axis, (_, size) in coordinates.items()}
     # A scalar is a row of one element.
     return spec.local_shape(sizes) or (1,)
@@ -141,7 +141,7 @@ class _Blocks:
         return torch.cat(pieces)
 
     def _block(self, index: int) -> torch.Tensor:
-        """A block of the flattened logical tensor; the last one may be shorter."""
+        """Return a block of the flattened logical tensor; the last one may be shorter."""
         if self.last[0] != index:
             begin = index * BLOCK
             numel = min(BLOCK, self.spec.numel - begin)
@@ -155,6 +155,6 @@ class _Blocks:
 def _slice(
     tensor: torch.Tensor, start: tuple[int, ...], sizes: tuple[int, ...]
 ) -> torch.Tensor:
-    """The rectangle from a corner on, as a view."""
+    """Return the rectangle from a corner on, as a view."""
     region = tuple(slice(a, a + n) for a, n in zip(start, sizes))
     return tensor[region]

@@ -60,7 +60,7 @@ class LinearCall:
 
 
 def layer_call(ctx: ParallelContext) -> LinearCall:
-    """The call of a layer that the tensor-parallel ranks divide."""
+    """Return the call of a layer that the tensor-parallel ranks divide."""
     sequence_parallel = ctx.sequence_parallel and ctx.tp.size > 1
     return LinearCall(ctx.tp, sequence_parallel, LayerProducts())
 
@@ -355,7 +355,7 @@ def column_gradients(
     products: LinearProducts,
     needs_dx: bool = True,
 ) -> Gradients:
-    """The gradients of `column_rows`."""
+    """Return the gradients of `column_rows`."""
     weight, bias = parameters
     # The products of the layer are chosen for contiguous matrices.
     if not dy.is_contiguous():
@@ -408,7 +408,7 @@ def row_gradients(
     products: LinearProducts,
     needs_dx: bool = True,
 ) -> Gradients:
-    """The gradients of `row_rows`."""
+    """Return the gradients of `row_rows`."""
     weight, bias = parameters
     # With sequence parallelism db is a partial sum, over this rank's slice.
     db = None

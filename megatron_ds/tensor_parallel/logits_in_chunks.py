@@ -82,7 +82,7 @@ class LogitsInChunks:
         )
 
     def losses(self, loss: TokenLoss) -> torch.Tensor:
-        """What `loss` has for each token, fp32 [s, b], or [r, s, b] of r losses.
+        """Return what `loss` has for each token, fp32 [s, b], or [r, s, b] of r losses.
 
         Collective: what `loss` is; with sequence parallelism an all-gather of x. Backward: all-reduce, or
         all-gather and reduce-scatter.

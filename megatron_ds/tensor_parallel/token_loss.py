@@ -20,7 +20,7 @@ class TokenLoss(Protocol):
     gradient needs besides the logits."""
 
     def of(self, parts: Parts) -> torch.Tensor:
-        """The loss of each token, fp32 [n], or [r, n] of r losses; the same on every rank. Collective."""
+        """Return the loss of each token, fp32 [n], or [r, n] of r losses; the same on every rank. Collective."""
 
     def gradients(self, parts: Parts, dlosses: torch.Tensor) -> Parts:
         """Yields (rows, the gradient by their logits), which overwrites these. dlosses: as the result of `of`."""
@@ -44,7 +44,7 @@ class LabelLoss:
         self.label_smoothing = label_smoothing
 
     def of(self, parts: Parts) -> torch.Tensor:
-        """The cross entropy. Collective: all-gather."""
+        """Return the cross entropy. Collective: all-gather."""
         smoothed = self.label_smoothing > 0
         facts = [
             cross_entropy_facts(logits, self.labels[rows], self.valid, smoothed)

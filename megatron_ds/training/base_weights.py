@@ -38,7 +38,8 @@ PRETRAINED = Source("derived", FLAG)
 
 
 def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
-    """The configuration of this start: without a checkpoint in --load, that of a run which finetunes the weights.
+    """Return the configuration of this start: without a checkpoint in --load, that of a run which finetunes the
+    weights.
 
     Added weights are always loaded from --load. Collective over the world. Raises CheckpointError if the folder has no
     weights, or if --load is given, has no checkpoint, and is not --save.
@@ -57,7 +58,7 @@ def started_from_pretrained(config: RunConfig, world: Group) -> RunConfig:
 
 
 def of_weights(config: RunConfig) -> RunConfig:
-    """The configuration with the pretrained folder as --load, of which weights alone are taken."""
+    """Return the configuration with the pretrained folder as --load, of which weights alone are taken."""
     checkpoint = config.checkpoint
     values = {
         "checkpoint.load": checkpoint.pretrained_checkpoint,
@@ -91,7 +92,7 @@ class BaseWeights:
 
 
 def find_base(config: RunConfig, description: dict, world: Group) -> BaseWeights | None:
-    """The weights below the added ones; None where none are added, and where they are initial ones.
+    """Return the weights below the added ones; None where none are added, and where they are initial ones.
 
     description: the values of run.json of this run. Collective over the world. Raises CheckpointError if the folder
     has no weights, or those of another model.
@@ -182,7 +183,7 @@ def _other_base(noun: str, before: dict | None, now: dict | None) -> str:
 
 
 def _change(before: dict | None) -> str:
-    """What to do for the weights of `before`, whose folder may have later ones by now."""
+    """Return what to do for the weights of `before`, whose folder may have later ones by now."""
     if before is None:
         return "Remove --pretrained-checkpoint."
     folder = before["folder"]

@@ -38,10 +38,10 @@ class BatchSource(Protocol):
     def batch(
         self, first: int, size: int, rank: int, ranks: int, /, *, training: bool = True
     ) -> Batch:
-        """The samples of `rank` among `ranks` of the `size` samples from position `first` of the run on."""
+        """Return the samples of `rank` among `ranks` of the `size` samples from position `first` of the run on."""
 
     def indices(self, first: int, size: int) -> list[int]:
-        """Where in the dataset the `size` samples from position `first` of the run on are."""
+        """Return where in the dataset the `size` samples from position `first` of the run on are."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Batches:
 
 
 def make_batches(config: RunConfig, mesh: Mesh, part: SequenceSlice) -> Batches:
-    """The batches of a rank, as configured."""
+    """Return the batches of a rank, as configured."""
     return Batches(
         mesh.samples,
         part,

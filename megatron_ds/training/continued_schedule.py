@@ -19,7 +19,7 @@ SCHEDULES = {
 
 
 def changes(before: RunConfig, now: RunConfig, progress: Progress) -> Iterator[str]:
-    """A sentence for each schedule that the options of a checkpoint continue with other values.
+    """Yield a sentence for each schedule that the options of a checkpoint continue with other values.
 
     before, now: the options of the checkpoint, and those of this start
     """
@@ -37,7 +37,7 @@ def changes(before: RunConfig, now: RunConfig, progress: Progress) -> Iterator[s
 
 
 def _before_last_step(config: RunConfig, progress: Progress) -> Progress:
-    """The progress with which the last step of the run begins."""
+    """Return the progress with which the last step of the run begins."""
     rest = make_length(config).samples_after(progress)
     size = config.train.global_batch_size
     assert size is not None, "parsing sets it"
@@ -53,7 +53,7 @@ def _before_last_step(config: RunConfig, progress: Progress) -> Progress:
 
 
 def _reason(here: Ramp[float], there: Ramp[float], progress: Progress) -> str:
-    """The ends of two decays in samples, if they differ, and how to keep the earlier one."""
+    """Return the ends of two decays in samples, if they differ, and how to keep the earlier one."""
     if not isinstance(here, LearningRate) or not isinstance(there, LearningRate):
         return ""
     in_samples = all(rate.count is scheduled_samples for rate in (here, there))

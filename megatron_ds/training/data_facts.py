@@ -62,7 +62,7 @@ def require_same_data(
 
 
 def _samples(loaders: Loaders) -> Facts:
-    """A hash of some samples of each part: of their order, which index maps of each host may decide."""
+    """Return a hash of some samples of each part: of their order, which index maps of each host may decide."""
     facts: Facts = {}
     for part, loader in vars(loaders).items():
         if loader is None:
@@ -95,7 +95,7 @@ def _hashes_of_copies(files: dict[str, Path], copies: list[str], world: Group) -
 
 
 def data_files(config: RunConfig) -> dict[str, Path]:
-    """What a file is → its path, of all files that samples and their order are read from."""
+    """Return what a file is → its path, of all files that samples and their order are read from."""
     kind = data_kind(config)
     files: dict[str, Path] = {}
     for part, number, prefix in _prefixes(config):
@@ -149,7 +149,7 @@ def _order_prefixes(config: RunConfig) -> Sequence[tuple[str, str]]:
 
 
 def _parts(config: RunConfig) -> Iterator[tuple[str, DataPath]]:
-    """The name and the data path of all data, or of each part of them; none of mock data."""
+    """Yield the name and the data path of all data, or of each part of them; none of mock data."""
     if config.data.mock_data:
         return
     sources = read_sources(config.data)
@@ -160,7 +160,7 @@ def _parts(config: RunConfig) -> Iterator[tuple[str, DataPath]]:
 
 
 def _prefixes(config: RunConfig) -> Iterator[tuple[str, int, str]]:
-    """The part, the number in its blend and the prefix of each corpus."""
+    """Yield the part, the number in its blend and the prefix of each corpus."""
     for name, part in _parts(config):
         prefixes = parse_blend(part.values, "the data path").prefixes
         for number, prefix in enumerate(prefixes, 1):

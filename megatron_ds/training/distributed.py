@@ -71,7 +71,7 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
 
 
 def is_memory_scarce(config: RunConfig) -> bool:
-    """Whether a run has options that trade time for memory, or hidden states of at least 16 MiB.
+    """Return whether a run has options that trade time for memory, or hidden states of at least 16 MiB.
 
     Page faults of returned memory take time in proportion to a rank's tokens, attention to these times the
     whole sequence. So hidden states are those of whole sequences, also under context parallelism.

@@ -36,13 +36,13 @@ def copies_of(files: Files, world: Group) -> list[str]:
 
 
 def are_read_in_full(files: Files) -> bool:
-    """Whether `hashes_of_blocks` reads all bytes of the files."""
+    """Return whether `hashes_of_blocks` reads all bytes of the files."""
     blocks = [-(-_stat(path).st_size // BLOCK_BYTES) for path in files.values()]
     return sum(blocks) <= READ_BYTES // BLOCK_BYTES
 
 
 def _states(files: Files) -> str:
-    """A hash of what the file systems record of the files."""
+    """Return a hash of what the file systems record of the files."""
     found = {}
     for what, path in files.items():
         state = _stat(path)

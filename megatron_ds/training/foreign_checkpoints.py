@@ -36,11 +36,11 @@ class ForeignCheckpoints:
         """Log the length of sequences if it is that of the --load folder."""
 
     def read(self, config: RunConfig, name: str | None) -> Any:
-        """The checkpoint in the --load folder, of the format `name`: headers and settings, tensors later."""
+        """Return the checkpoint in the --load folder, of the format `name`: headers and settings, tensors later."""
         return None
 
     def origin_of(self, run: Mapping, found: Any, config: RunConfig) -> dict[str, Any]:
-        """An entry for run.json that an export reads: the format, family and settings of `found`."""
+        """Return an entry for run.json that an export reads: the format, family and settings of `found`."""
         return {}
 
     def load(
@@ -69,8 +69,8 @@ def foreign_checkpoints(*folders: str | None) -> ForeignCheckpoints:
 
 
 def has_checkpoint(folder: str | None, load_format: str | None = None) -> bool:
-    """Whether the folder holds a checkpoint, of this package or another program. Raises CheckpointError for one of
-    this package that is not complete."""
+    """Return whether the folder holds a checkpoint, of this package or another program. Raises CheckpointError for
+    one of this package that is not complete."""
     if folder is None:
         return False
     if foreign_checkpoints(folder).format_of_folder(folder, load_format) is not None:
@@ -79,7 +79,7 @@ def has_checkpoint(folder: str | None, load_format: str | None = None) -> bool:
 
 
 def folder_of_model(given: Mapping[str, Any]) -> str | None:
-    """The folder whose model a run has: --load, or --pretrained-checkpoint where that has no checkpoint.
+    """Return the folder whose model a run has: --load, or --pretrained-checkpoint where that has no checkpoint.
 
     given: values of flags by the paths of their options
     """

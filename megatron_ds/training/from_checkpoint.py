@@ -46,7 +46,7 @@ SCHEDULE = (
 
 
 def options_of_checkpoint(argv: Sequence[str]) -> list[Setting]:
-    """The options of the model in the checkpoint of the --load flag, and those of its tokenizer unless a flag
+    """Return the options of the model in the checkpoint of the --load flag, and those of its tokenizer unless a flag
     gives one. Flags and files override them.
 
     [] without the flag, also if a --config file has it, and where --load has no checkpoint yet. Raises
@@ -98,7 +98,7 @@ def _options_in(folder: str, given: Mapping) -> list[Setting]:
 
 
 def _tokenizer(folder: str, run: Mapping, config: RunConfig) -> dict[str, str | None]:
-    """The options of the tokenizer, with the copies beside the checkpoint for files that no longer exist."""
+    """Return the options of the tokenizer, with the copies beside the checkpoint for files that no longer exist."""
     found = {name: getattr(config.data, name) for name in TOKENIZER}
     named = [path for name in FIELDS if (path := found.get(name))]
     if all(map(os.path.exists, named)):
@@ -108,7 +108,7 @@ def _tokenizer(folder: str, run: Mapping, config: RunConfig) -> dict[str, str | 
 
 
 def _rows(run: Mapping, config: RunConfig) -> dict[str, int]:
-    """The rows of the vocabulary of a model whose tokenizer has files, which may be more than its tokens.
+    """Return the rows of the vocabulary of a model whose tokenizer has files, which may be more than its tokens.
 
     {} for NullTokenizer, whose --vocab-size counts no end of document, where the run had no --vocab-size, so
     that the tokenizer has as many tokens, and if run.json does not record them.
@@ -124,7 +124,7 @@ def _rows(run: Mapping, config: RunConfig) -> dict[str, int]:
 def with_saved_schedule(
     config: RunConfig, run: Mapping, folder: str | None
 ) -> RunConfig:
-    """The config with the schedules of learning rate and weight decay of a checkpoint's run.json.
+    """Return the config with the schedules of learning rate and weight decay of a checkpoint's run.json.
 
     The end of the decay is stated in the unit of the saved run, since it may have been its length.
     """
@@ -147,7 +147,7 @@ def with_saved_schedule(
 
 
 def saved_config(run: Mapping, folder: str | None) -> RunConfig:
-    """The configuration in a run.json.
+    """Return the configuration in a run.json.
 
     Raises CheckpointError if it has none, and ConfigError if features of the run are not loaded.
     """

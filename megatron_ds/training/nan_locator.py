@@ -21,7 +21,7 @@ def locate_nonfinite(
     rerun: Callable[[], object],
     mesh: Mesh,
 ) -> str:
-    """A sentence naming the first parameter or module output that is not finite. Collective over the world.
+    """Return a sentence naming the first parameter or module output that is not finite. Collective over the world.
 
     layers   (pipeline stage, module) of this rank, by their global names
     weights  (name, values) of the weights or shards that this rank keeps

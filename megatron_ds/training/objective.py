@@ -21,11 +21,11 @@ class Prepare(Protocol):
         description: dict,
         progress: Progress,
     ) -> dict[str, Any]:
-        """What run.json has to remember. The weights of the run are loaded. Collective over the world."""
+        """Return what run.json has to remember. The weights of the run are loaded. Collective over the world."""
 
 
 def open_objective(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
-    """The preparation of the run's objective. Not collective; raises what its files are refused with."""
+    """Return the preparation of the run's objective. Not collective; raises what its files are refused with."""
     objective = config.objective
     if objective is None or objective.start is None:
         return lambda *loaded: {}

@@ -167,7 +167,7 @@ def _warn_of_mock_data(config: RunConfig) -> None:
 
 
 def _names_its_world(argv: Sequence[str]) -> bool:
-    """Whether --dry-run comes with --world-size. Then the launcher, if any, is ignored."""
+    """Return whether --dry-run comes with --world-size. Then the launcher, if any, is ignored."""
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
     return given.get("plan.dry_run", "off") != "off" and "plan.world_size" in given
 
@@ -182,7 +182,7 @@ def _dry_run(config: RunConfig, launch: Launch) -> int:
 def _configure(
     argv: Sequence[str], launch: Launch | None, defaults: Mapping[str, object]
 ) -> tuple[Launch, RunConfig]:
-    """The launch, by default that of the environment, and the checked configuration for it.
+    """Return the launch, by default that of the environment, and the checked configuration for it.
 
     Raises ConfigError with all problems.
     """

@@ -50,7 +50,7 @@ def check_replicas(optimizer: ZeroOptimizer, mesh: Mesh, step: int) -> None:
 
 
 def _digest(parameter: torch.Tensor) -> str:
-    """A hash of the bytes of a weight."""
+    """Return a hash of the bytes of a weight."""
     flat = parameter.detach().contiguous().view(-1)
     data = flat.view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(data.data, digest_size=16).hexdigest()

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 def continued(config: RunConfig, world: Group, environ: Mapping[str, str]) -> RunConfig:
-    """The configuration of this start: after a restart, --load is --save if that holds a checkpoint of this run.
+    """Return the configuration of this start: after a restart, --load is --save if that holds a checkpoint of this
+    run.
 
     Files of this run without a checkpoint stay where they are, also with --overwrite-save.
     Collective over the world.
@@ -56,7 +57,7 @@ def continued(config: RunConfig, world: Group, environ: Mapping[str, str]) -> Ru
 
 
 def _own_step(checkpoint: CheckpointConfig, save: str, run_id: str) -> int | None:
-    """The newest step of this run in the --save folder."""
+    """Return the newest step of this run in the --save folder."""
     step = latest(save)
     if step is None:
         return None
@@ -68,13 +69,13 @@ def _own_step(checkpoint: CheckpointConfig, save: str, run_id: str) -> int | Non
 
 
 def _has_begun(save: str, run_id: str) -> bool:
-    """Whether the --save folder holds files of this run."""
+    """Return whether the --save folder holds files of this run."""
     there = saved_run_in(place_of(save))
     return there is not None and there.run_id == run_id
 
 
 def _run_id(folder: str) -> str | None:
-    """The identifier of the newest checkpoint; None where there is none of this package."""
+    """Return the identifier of the newest checkpoint; None where there is none of this package."""
     try:
         step = latest(folder) if place_of(folder).is_dir() else None
         return None if step is None else run_id_of(read_run(folder, step))

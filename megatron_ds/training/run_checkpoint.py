@@ -76,7 +76,7 @@ class Start:
 
 
 def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextManager:
-    """The lock of the --save folder, if any. Collective. Raises CheckpointError when another job holds it."""
+    """Return the lock of the --save folder, if any. Collective. Raises CheckpointError when another job holds it."""
     return (
         nullcontext()
         if checkpoint.save is None
@@ -87,7 +87,7 @@ def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextMa
 def find_start(
     checkpoint: CheckpointConfig, world: Group, given: CheckpointConfig | None = None
 ) -> Start:
-    """The start that rank 0 finds in the folders, on all ranks. Collective; called inside `save_folder`.
+    """Return the start that rank 0 finds in the folders, on all ranks. Collective; called inside `save_folder`.
 
     given: the options of the user, where `checkpoint` has --pretrained-checkpoint as --load
     Raises CheckpointError when there is nothing to load, or when --save holds another run.
@@ -102,7 +102,9 @@ def find_start(
 
 
 def find_weights(checkpoint: CheckpointConfig) -> Start:
-    """The checkpoint in the --load folder, whose weights are taken. Raises CheckpointError if there is none."""
+    """Return the checkpoint in the --load folder, whose weights are taken. Raises CheckpointError if there is
+    none.
+    """
     folder = checkpoint.load
     if not has_checkpoint(folder, checkpoint.load_format):
         raise CheckpointError(
@@ -194,7 +196,7 @@ def _check_save_folder(given: CheckpointConfig, start: Start) -> None:
 
 
 def _advice_of_save_folder(given: CheckpointConfig) -> tuple[str, str]:
-    """How to continue the run in the --save folder, and how to begin it again if it has no checkpoint."""
+    """Return how to continue the run in the --save folder, and how to begin it again if it has no checkpoint."""
     save = known_folder(given.save)
     load = given.load
     is_same = load and _same_folder(place_of(load), place_of(save))
@@ -232,7 +234,7 @@ def _same_folder(one: Path, other: Path) -> bool:
 def describe_run(
     config: RunConfig, as_given: RunConfig, tokenizer: Tokenizer, run_id: str
 ) -> dict:
-    """The values of run.json that all checkpoints of a run share: how to start it, and its identity.
+    """Return the values of run.json that all checkpoints of a run share: how to start it, and its identity.
 
     as_given: the config as the user wrote it; `config` also has the size of the tokenizer's vocabulary.
     --overwrite-save is left out: it permits one start, not later ones with run.json as --config.
@@ -259,7 +261,7 @@ def describe_run(
 
 
 def _data_identity(config: RunConfig) -> dict:
-    """The values that determine the training samples and their order.
+    """Return the values that determine the training samples and their order.
 
     Corpora are identified by content, since they may be moved, or the same split written differently.
     Validation data is left out: it may change between starts.
@@ -310,7 +312,7 @@ def save_run(replica: Replica, progress: Progress, description: dict) -> bool:
 
 
 def new_saving(replica: Replica, progress: Progress) -> Saving:
-    """A save of this run that has not begun."""
+    """Return a save of this run that has not begun."""
     checkpoint = replica.config.checkpoint
     return Saving(
         place_of(known_folder(checkpoint.save)),
@@ -333,7 +335,7 @@ def check_states(replica: Replica, description: Mapping) -> None:
 
 
 def run_values(replica: Replica, progress: Progress, description: dict) -> dict:
-    """The values of run.json at this moment: the tensors are in other files."""
+    """Return the values of run.json at this moment: the tensors are in other files."""
     of_observers = {name: kept.state() for name, kept in replica.states.items()}
     own = {
         "progress": progress.to_dict(),
@@ -356,7 +358,7 @@ def log_saved(path: Path, begin: float, stall: float | None = None) -> None:
 def is_finite(
     found: Sequence[str | None], progress: Progress, replica: Replica
 ) -> bool:
-    """Whether no rank has a value that is not finite; logs the first one.
+    """Return whether no rank has a value that is not finite; logs the first one.
 
     found: of each rank, what `not_finite` returned
     """
@@ -377,7 +379,7 @@ def is_finite(
 
 
 def not_finite(pieces: Iterable[Piece]) -> str | None:
-    """The name of the first tensor of weights or optimizer state with a NaN or an infinity; None without one.
+    """Return the name of the first tensor of weights or optimizer state with a NaN or an infinity; None without one.
 
     The smallest and the largest value are NaN if any is, so no mask of the size of the tensor is made.
     """
@@ -393,7 +395,7 @@ def not_finite(pieces: Iterable[Piece]) -> str | None:
 
 
 def saved_pieces(replica: Replica) -> list[Piece]:
-    """The pieces of a checkpoint that is written now. Collective over the world."""
+    """Return the pieces of a checkpoint that is written now. Collective over the world."""
     weights_only = replica.config.checkpoint.no_save_optim
     state = replica.optimizer.pieces(saving=not weights_only)
     return [
@@ -587,7 +589,7 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
 def _advice(
     theirs: Mapping, ours: Mapping, parts: Sequence[str], directory: str
 ) -> str:
-    """What the user can do about an identity that differs in one of the parts, for the error."""
+    """Return what the user can do about an identity that differs in one of the parts, for the error."""
     has_experts = any(ours["model"].get("experts", ()))
     if has_experts and not any(theirs["model"]["experts"]):
         return (

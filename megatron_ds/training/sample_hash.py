@@ -8,7 +8,7 @@ from ..data.kind import Sample
 
 
 def hash_of_sample(sample: Sample) -> str:
-    """A hash of the arrays of a sample."""
+    """Return a hash of the arrays of a sample."""
     digest = hashlib.sha256()
     for name in sorted(sample):
         digest.update(np.asarray(sample[name]).tobytes())

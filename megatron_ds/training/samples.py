@@ -58,7 +58,8 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
 
 
 def planned_samples(run: Mapping, config: RunConfig) -> list[int]:
-    """The numbers of training samples that the starts of a run planned, in rising order; see `ContinuedDataset`.
+    """Return the numbers of training samples that the starts of a run planned, in rising order; see
+    `ContinuedDataset`.
 
     run: the values of run.json of the checkpoint that it continues, or {}
     """
@@ -83,7 +84,7 @@ def planned_samples(run: Mapping, config: RunConfig) -> list[int]:
 
 
 def rearranged(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer) -> Datasets:
-    """The datasets, with samples rearranged by --fim-data and related options."""
+    """Return the datasets, with samples rearranged by --fim-data and related options."""
     if not config.data.fim_data:
         return datasets
     fim = make_fim(config.data, tokenizer)
@@ -161,7 +162,7 @@ class SharedReader:
     def batch(
         self, first: int, size: int, rank: int, ranks: int, training: bool = True
     ) -> Batch:
-        """The batch of `Loader.batch`, on all ranks of the group. Collective over the group: an exchange of
+        """Return the batch of `Loader.batch`, on all ranks of the group. Collective over the group: an exchange of
         shapes, then a broadcast per tensor.
 
         An error of the reading rank is raised on all ranks.

@@ -94,7 +94,7 @@ class Saves:
             self.save(progress)
 
     def is_due(self, step: int) -> bool:
-        """Whether a save follows this step. Collective over the world if --trigger-path is given."""
+        """Return whether a save follows this step. Collective over the world if --trigger-path is given."""
         checkpoint = self._engine.config.checkpoint
         if not checkpoint.save:
             return False
@@ -103,7 +103,9 @@ class Saves:
         return self._is_triggered(step)
 
     def _is_triggered(self, step: int) -> bool:
-        """Whether rank 0 found a file named `save`, which it removes. It looks at the steps of --log-interval."""
+        """Return whether rank 0 found a file named `save`, which it removes. It looks at the steps of
+        --log-interval.
+        """
         config = self._engine.config
         if not config.train.trigger_path or not due(config.logging.log_interval, step):
             return False
@@ -145,7 +147,7 @@ class Saves:
             self._advance(pending)
 
     def pace(self) -> Pace:
-        """The pace of the thread of a save.
+        """Return the pace of the thread of a save.
 
         It writes without pauses beside a GPU, which does not compute with the processors of the thread.
         """

@@ -52,7 +52,7 @@ def with_second_reading(loaders: Loaders, copies: Sequence[str], mesh: Mesh) -> 
 
 
 def partners_of(copies: Sequence[str]) -> list[int]:
-    """The partner of each data-parallel rank, from the copy of each.
+    """Return the partner of each data-parallel rank, from the copy of each.
 
     Every sample of a rank with a rarer copy than the most frequent one is read from another copy as well.
     """
@@ -116,7 +116,7 @@ class SecondReading:
     def batch(
         self, first: int, size: int, rank: int, ranks: int, training: bool = True
     ) -> Batch:
-        """The batch of the loader. Collective over the world every COMPARED batches.
+        """Return the batch of the loader. Collective over the world every COMPARED batches.
 
         Raises DataError on all ranks for samples that differ.
         """
@@ -158,7 +158,7 @@ class SecondReading:
         self._hashes.setdefault(rank, {}).update(hashes)
 
     def _error(self, sent: Sequence[tuple[str, Hashes]]) -> DataError:
-        """What differs. sent: the host of each rank, and what it read of the same samples."""
+        """Return what differs. sent: the host of each rank, and what it read of the same samples."""
         readers = [rank for rank, (_, hashes) in enumerate(sent) if hashes]
         one = readers[0]
         usual = sent[one][1]
@@ -199,7 +199,7 @@ def _hash_of_all(hashes: Hashes) -> str:
 
 
 def _rank_that_differs(of_ranks: Sequence[Mapping[int, str]]) -> int | None:
-    """The first data-parallel rank of whose samples two readers have different hashes."""
+    """Return the first data-parallel rank of whose samples two readers have different hashes."""
     known: dict[int, str] = {}
     for found in of_ranks:
         for rank, value in found.items():
@@ -209,7 +209,7 @@ def _rank_that_differs(of_ranks: Sequence[Mapping[int, str]]) -> int | None:
 
 
 def _file_of(dataset: Any, index: int) -> str:
-    """The file from which a sample is read."""
+    """Return the file from which a sample is read."""
     if hasattr(dataset, "place"):
         return _file_of(*dataset.place(index))
     if hasattr(dataset, "dataset_index"):

@@ -32,7 +32,7 @@ SHARES = {
 
 
 def file_in(source: str) -> str:
-    """The file of a source that is a line of it."""
+    """Return the file of a source that is a line of it."""
     return Path(source.rpartition(":")[0]).name
 
 
@@ -52,7 +52,7 @@ MOST_QUEUES = 32
 
 
 def describe(replica: Replica, launch_source: str, given: RunConfig) -> str:
-    """The start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
+    """Return the start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
     config = replica.config
     device = replica.mesh.device.type
     # Model, stages, schedule, state and options. Texts of absent features are empty.
@@ -83,7 +83,7 @@ def describe(replica: Replica, launch_source: str, given: RunConfig) -> str:
 
 
 def _optimizer(config: RunConfig) -> str:
-    """The optimizer and the dtypes of its state."""
+    """Return the optimizer and the dtypes of its state."""
     o = config.optimizer
     return (
         f"optimizer: {o.optimizer}, {o.params_dtype} weights, "
@@ -92,7 +92,9 @@ def _optimizer(config: RunConfig) -> str:
 
 
 def queues_text(environ: Mapping[str, str], device: str) -> str:
-    """How many hardware queues the streams of a GPU share, in one line; empty on a CPU, and with all queues."""
+    """Return how many hardware queues the streams of a GPU share, in one line; empty on a CPU, and with all
+    queues.
+    """
     value = environ.get(QUEUES, "")
     if device != "cuda" or value == str(MOST_QUEUES):
         return ""
@@ -106,7 +108,7 @@ def queues_text(environ: Mapping[str, str], device: str) -> str:
 
 
 def dropout_text(config: RunConfig, device: str) -> str:
-    """What dropout of attention costs on a GPU, in one line; empty on a CPU, and without it."""
+    """Return what dropout of attention costs on a GPU, in one line; empty on a CPU, and without it."""
     p = config.model.attention_dropout
     if device != "cuda" or not p:
         return ""
@@ -125,7 +127,7 @@ def _memory(replica: Replica) -> str:
 
 
 def kept_inputs_text(config: RunConfig, device: str) -> str:
-    """Where inputs of recomputed layers wait, in one line; empty if on the device, as usual."""
+    """Return where inputs of recomputed layers wait, in one line; empty if on the device, as usual."""
     if not config.train.checkpoint_in_cpu:
         return ""
     if device == "cpu":
@@ -154,7 +156,7 @@ def _activations(replica: Replica) -> dict[str, int]:
 
 
 def grid_text(grid: Grid, launch_source: str, device: str) -> str:
-    """The sizes of the mesh axes. Context and expert parallelism are left out if their size is 1.
+    """Return the sizes of the mesh axes. Context and expert parallelism are left out if their size is 1.
 
     grid: 8 ranks = tp 2 × pp 2 × dp 2, order tp-dp-pp, launched by torchrun, device cuda
     """
@@ -215,7 +217,7 @@ def count_parameters(config: RunConfig, grid: Grid) -> ParameterCounts:
 
 
 def vocabulary_text(given: int | None, found: int, padded: int, adds_end: bool) -> str:
-    """The size of the vocabulary and its derivation.
+    """Return the size of the vocabulary and its derivation.
 
     given     --vocab-size, if any
     found     tokens of the tokenizer
@@ -233,7 +235,7 @@ def vocabulary_text(given: int | None, found: int, padded: int, adds_end: bool) 
 
 
 def experts_text(config: RunConfig) -> str:
-    """The experts in one line, empty without any.
+    """Return the experts in one line, empty without any.
 
     experts: 8 in layers 1, 3, … 11; of width 128; 2 for a token; divided among 4 expert-parallel ranks
     """
@@ -375,7 +377,7 @@ def _zero(replica: Replica) -> str:
 
 
 def _stages(plan: RunPlan, counted: str) -> str:
-    """A row for each stage: its share, its layers by kind, and the first and last of them."""
+    """Return a row for each stage: its share, its layers by kind, and the first and last of them."""
     rows = []
     for stage, share in enumerate(plan.stage_cost_shares()):
         names = plan.stage_names(stage)
@@ -418,7 +420,7 @@ def layers_text(layers: Sequence[Layer]) -> str:
 def _schedule(
     config: RunConfig, plan: RunPlan, keeps_gathered: bool, widest: int = 16
 ) -> str:
-    """The schedule with its bubble and its picture, of at most `widest` micro-batches."""
+    """Return the schedule with its bubble and its picture, of at most `widest` micro-batches."""
     microbatches = microbatches_of(config)
     noun = "micro-batches" if microbatches > 1 else "micro-batch"
     title = f"schedule: {plan.shape.schedule}, {microbatches} {noun} a step"

@@ -95,7 +95,7 @@ class StepMetrics:
     def reduce(
         self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False
     ) -> StepReport:
-        """The means over the global batch, for the log. Collective over the world.
+        """Return the means over the global batch, for the log. Collective over the world.
 
         losses: of the local micro-batches; empty on ranks without the last stage. entries: of the local
         stages. Sums are in float64, so that the reported loss does not depend, beyond its last bit, on how
@@ -113,7 +113,7 @@ class StepMetrics:
         stop: bool = False,
         is_ready: bool = False,
     ) -> torch.Tensor:
-        """The sums over all ranks, float64, on the device; `report` takes them. The arguments are those of
+        """Return the sums over all ranks, float64, on the device; `report` takes them. The arguments are those of
         `reduce`. Collective over the world; the host does not wait, except at the first step.
         """
         mine = _names(entries)
@@ -129,7 +129,7 @@ class StepMetrics:
     def report(
         self, numbers: Sequence[float], losses: Sequence[Loss], entries: Sequence[Entry]
     ) -> StepReport:
-        """The means, from what `queue` returned for the same losses and entries. Collective over the world
+        """Return the means, from what `queue` returned for the same losses and entries. Collective over the world
         if a rank has new names, which all ranks see in the numbers."""
         total, count, tokens, votes, *pairs = numbers
         of_ranks = pairs[2 * len(self._agreed) :]
@@ -154,7 +154,7 @@ class StepMetrics:
         )
 
     def _read(self, sums: torch.Tensor) -> list[float]:
-        """The numbers on the host, which waits for the device."""
+        """Return the numbers on the host, which waits for the device."""
         return read_numbers(sums, self.mesh.group("world"))
 
     def _exchange(self, mine: set[tuple[str, bool]]) -> None:
@@ -247,7 +247,7 @@ def _names(entries: Sequence[Entry]) -> set[tuple[str, bool]]:
 
 
 def stop_reason(requests: Sequence[tuple[str | None, float | None, str | None]]) -> str:
-    """Why the run stops: "rank 3 received SIGTERM", "time limit of 30 min reached".
+    """Return why the run stops: "rank 3 received SIGTERM", "time limit of 30 min reached".
 
     requests: of each rank, the signal that it received, the time limit in minutes, where it has passed, and
     the file that it found

@@ -25,7 +25,7 @@ class Stopping:
         self._began = began
 
     def is_asked(self) -> bool:
-        """Whether this rank votes for the end of the run."""
+        """Return whether this rank votes for the end of the run."""
         return (
             bool(self.request.received)
             or self._passed_limit() is not None
@@ -38,12 +38,12 @@ class Stopping:
         return stop_reason(all_gather_object(asked, self._mesh.group("world")))
 
     def _passed_limit(self) -> float | None:
-        """The time limit in minutes, if it has passed."""
+        """Return the time limit in minutes, if it has passed."""
         minutes = self._train.exit_duration_in_mins
         if minutes is None or time.monotonic() - self._began <= minutes * 60:
             return None
         return minutes
 
     def _found_file(self) -> str | None:
-        """The file that asks for the end of the run, if rank 0 sees it."""
+        """Return the file that asks for the end of the run, if rank 0 sees it."""
         return exit_file(self._train) if self._mesh.rank == 0 else None

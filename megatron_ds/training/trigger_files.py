@@ -6,7 +6,7 @@ from ..config.options.training import TrainConfig
 
 
 def exit_file(train: TrainConfig) -> str | None:
-    """The file that asks for the end of the run, if it exists."""
+    """Return the file that asks for the end of the run, if it exists."""
     paths: list[str | Path] = []
     if train.kill_switch_path is not None:
         paths.append(train.kill_switch_path)
@@ -19,7 +19,7 @@ def exit_file(train: TrainConfig) -> str | None:
 
 
 def take_save_file(train: TrainConfig) -> bool:
-    """Whether the file that asks for a checkpoint exists. It is removed."""
+    """Return whether the file that asks for a checkpoint exists. It is removed."""
     if not train.trigger_path:
         return False
     path = Path(train.trigger_path) / "save"

@@ -47,7 +47,7 @@ class Arrivals:
 
 
 def is_gathered_whole(s: ParameterSet) -> bool:
-    """Whether ranks update shards of weights that all of them hold whole, on a GPU."""
+    """Return whether ranks update shards of weights that all of them hold whole, on a GPU."""
     return (
         isinstance(s.store, WholeParameters)
         and s.store.sharded

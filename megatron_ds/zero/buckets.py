@@ -231,12 +231,12 @@ class GradientStore:
         sum_coalesced(self._partial, self._tp)
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The gradient of a piece, padding included: a view."""
+        """Return the gradient of a piece, padding included: a view."""
         start = self.start_of(piece)
         return self.flat[start : start + piece.padded_numel]
 
     def start_of(self, piece: SlotPiece) -> int:
-        """Where a piece begins in `flat`."""
+        """Return where a piece begins in `flat`."""
         raise NotImplementedError
 
     def _clear_rest(self, b: int, whole: torch.Tensor) -> None:

@@ -46,7 +46,7 @@ class Hierarchy:
 
     @classmethod
     def flat(cls, data: Group, gathers: Group | None = None) -> "Hierarchy":
-        """A hierarchy with one level: all ranks are in one inner group."""
+        """Return a hierarchy with one level: all ranks are in one inner group."""
         outer = solo(f"{data.axes}-outer", data.ranks[data.rank])
         return cls(data, data, outer, gathers)
 
@@ -62,7 +62,7 @@ class Hierarchy:
 
 
 def shard_of(rank: int, size: int, inner: int) -> int:
-    """The shard that data-parallel rank `rank` of `size` owns, with `inner` ranks in an inner group."""
+    """Return the shard that data-parallel rank `rank` of `size` owns, with `inner` ranks in an inner group."""
     o, i = divmod(rank, inner)
     return i * (size // inner) + o
 
@@ -100,7 +100,7 @@ class DataGroups:
         return {axes: group.rank for axes, group in self.by_axes.items()}
 
     def ranks_of(self, axes: Axes) -> Hierarchy:
-        """The ranks over which gradients of these axes are summed and state is split."""
+        """Return the ranks over which gradients of these axes are summed and state is split."""
         gathers = self.gathers.get(axes)
         if axes == DATA_AXES and self.inner is not None and self.outer is not None:
             return Hierarchy(self.data, self.inner, self.outer, gathers)

@@ -82,7 +82,7 @@ class GradientExchange(Protocol):
     def sent(
         self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool
     ) -> Iterator[Sent]:
-        """The messages that reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be
+        """Return the messages that reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be
         included."""
 
     def begin(self) -> None:
@@ -96,12 +96,12 @@ class GradientExchange(Protocol):
 
 
 def reads_in_place(exchange: GradientExchange) -> bool:
-    """Whether ranks of a host can read each other's buckets where they lie."""
+    """Return whether ranks of a host can read each other's buckets where they lie."""
     return getattr(exchange, "sums_in_place", False)
 
 
 def is_off(exchange: GradientExchange) -> bool:
-    """Whether an exchange leaves the gradients of each rank as they are, in this step."""
+    """Return whether an exchange leaves the gradients of each rank as they are, in this step."""
     return getattr(exchange, "is_off", False)
 
 
@@ -166,7 +166,7 @@ class OrderedExchange(GradientExchange):
         return work
 
     def _two_hops(self, first: Waitable, second: Callable[[], Waitable]) -> Waitable:
-        """The second hop follows the first one when the next bucket has begun."""
+        """Return the second hop follows the first one when the next bucket has begun."""
         self._last = TwoHops(first, second)
         return self._last
 
@@ -380,7 +380,7 @@ class BufferPool:
         self._reductions: deque[Waitable] = deque()
 
     def borrow(self, numel: int, least: int) -> torch.Tensor:
-        """A buffer of at least `numel` elements with undefined contents; a new one has at least `least`."""
+        """Return a buffer of at least `numel` elements with undefined contents; a new one has at least `least`."""
         while (buffer := self._fitting(numel)) is None and len(
             self._reductions
         ) >= UNDER_WAY:
@@ -411,7 +411,7 @@ class BufferPool:
         return self._group.shared_memory.zeros(numel, self.dtype)
 
     def _fitting(self, numel: int, wait_seconds: float = 0.0) -> torch.Tensor | None:
-        """The smallest free buffer that is long enough and, within the time, read by no other rank."""
+        """Return the smallest free buffer that is long enough and, within the time, read by no other rank."""
         deadline = time.monotonic() + wait_seconds
         fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel]
         for i in sorted(fitting, key=lambda i: self._free[i].numel()):

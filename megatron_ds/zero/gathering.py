@@ -363,7 +363,7 @@ class LayerGathering:
 def units_by_parameter(
     sets: Iterable[tuple[SetPlan, Sequence[nn.Parameter], Sequence[GatherUnit]]],
 ) -> dict[nn.Parameter, GatherUnit]:
-    """The unit with which each parameter is gathered.
+    """Return the unit with which each parameter is gathered.
 
     sets: (plan, its parameters by slot, its units in order)
     """
@@ -383,7 +383,7 @@ def gathering_over(
     prefetch: int | None,
     close: Callable[[int], None] = lambda layer: None,
 ) -> LayerGathering:
-    """The gathering of a stage over the units of a run, or over units that only count, for a plan."""
+    """Return the gathering of a stage over the units of a run, or over units that only count, for a plan."""
     needs = [
         list(dict.fromkeys(units[p] for p in layer if p in units))
         for layer in use.layers[stage]

@@ -120,7 +120,7 @@ class GradShards(GradientStore):
         return flat.view(self.holders[index].parameter.shape)
 
     def _buffer(self, b: int) -> torch.Tensor:
-        """The whole buffer of a bucket, borrowed if it has none."""
+        """Return the whole buffer of a bucket, borrowed if it has none."""
         buffer = self._buffers[b]
         if buffer is None:
             bucket = self.layout.buckets[b]

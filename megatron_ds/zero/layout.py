@@ -108,7 +108,7 @@ class Layout:
     def shard_pieces(
         self, shard: int, shards: int | None = None
     ) -> tuple[ShardPiece, ...]:
-        """The piece of each bucket in this shard. shards: parts of each bucket, a divisor of the layout's
+        """Return the piece of each bucket in this shard. shards: parts of each bucket, a divisor of the layout's
         number; None for that number."""
         shards = shards or self.shards
         pieces = []
@@ -123,7 +123,7 @@ class Layout:
     def slot_intersections(
         self, shard: int, shards: int | None = None
     ) -> tuple[SlotPiece, ...]:
-        """The pieces of slots in this shard, in buffer order. shards: see `shard_pieces`."""
+        """Return the pieces of slots in this shard, in buffer order. shards: see `shard_pieces`."""
         result = []
         for piece in self.shard_pieces(shard, shards):
             bucket = self.buckets[piece.bucket]
@@ -160,7 +160,7 @@ class Layout:
         )
 
     def whole_slots(self) -> tuple[SlotPiece, ...]:
-        """The pieces of a rank that owns everything; `offset` is then the place in the flat buffer."""
+        """Return the pieces of a rank that owns everything; `offset` is then the place in the flat buffer."""
         return tuple(
             SlotPiece(i, 0, s.numel, s.start, s.start, s.padded_stop - s.start)
             for i, s in enumerate(self.slots)
@@ -220,7 +220,7 @@ def plan_whole_layout(
     align: int = ALIGN,
     alone: bool = False,
 ) -> Layout:
-    """The same, so that one rank owns each parameter whole.
+    """Return the same, so that one rank owns each parameter whole.
 
     Buckets are runs in reverse forward order of up to `bucket_elements`, or of up to `shards` times the
     largest parameter if that is more: with fewer, most ranks would own padding. In a bucket, the largest
@@ -266,7 +266,7 @@ def plan_whole_layout(
 def _balance(
     names: Sequence[str], sizes: Mapping[str, int], shards: int
 ) -> list[list[str]]:
-    """The names of each shard, in their given order."""
+    """Return the names of each shard, in their given order."""
     load = [0] * shards
     shard_of = {}
     for name in sorted(names, key=lambda name: -sizes[name]):

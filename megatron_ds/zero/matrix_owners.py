@@ -54,7 +54,7 @@ def matrix_entries(
     groups: Sequence[ParamGroup],
     optimizer: MakeOptimizer,
 ) -> list[MatrixEntry]:
-    """The parameters that an optimizer updates. parameters: to which the indices in the plans refer.
+    """Return the parameters that an optimizer updates. parameters: to which the indices in the plans refer.
 
     Raises ConfigError for one that is not the weight of a hidden linear layer.
     """
@@ -70,7 +70,7 @@ def matrix_entries(
 
 
 def _spans(plan: SetPlan, slot: int) -> tuple[Span, ...]:
-    """What each data-parallel rank has of a slot; empty where each has all."""
+    """Return what each data-parallel rank has of a slot; empty where each has all."""
     shards = plan.layout.shards
     if plan.policy.optimizer is None or shards == 1:
         return ()
@@ -81,7 +81,7 @@ def _spans(plan: SetPlan, slot: int) -> tuple[Span, ...]:
 
 
 def _of_these_experts(p: nn.Parameter, group: ParamGroup) -> ParamSpec:
-    """The spec without its split along "ep": of the experts that this rank has."""
+    """Return the spec without its split along "ep": of the experts that this rank has."""
     spec = spec_of(p)
     if spec.matrices is None:
         raise ConfigError(
@@ -106,7 +106,7 @@ Owned = tuple[MatrixEntry, int | None, int | None]
 def plan_rounds(
     entries: Sequence[MatrixEntry], groups: DataGroups, elements: int = ROUND
 ) -> Iterator[list[Owned]]:
-    """The entries of each round with their owners. Equal on all ranks that have these entries.
+    """Yield the entries of each round with their owners. Equal on all ranks that have these entries.
 
     elements: of the matrices of one rank in a round, about
     """

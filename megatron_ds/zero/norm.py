@@ -49,7 +49,7 @@ MODEL_BYTES = 2 * 8
 
 
 def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
-    """Whether this rank's gradient of the parameter counts in the norm."""
+    """Return whether this rank's gradient of the parameter counts in the norm."""
     return not spec.tied_copy and (spec.is_split_over("tp") or tp_rank == 0)
 
 
@@ -58,7 +58,7 @@ def norm_views(
     pieces: Iterable[SlotPiece],
     start_of: Callable[[SlotPiece], int],
 ) -> list[torch.Tensor]:
-    """The gradients of the pieces as few 2-D views: neighbours are joined, runs cut into rows and a rest.
+    """Return the gradients of the pieces as few 2-D views: neighbours are joined, runs cut into rows and a rest.
 
     flat, start_of: where the gradients are. Pieces are neighbours if they are so in the *whole* buffer: the
     order in which squares are added does not depend on the share of it that this rank keeps.
@@ -220,7 +220,7 @@ class ParameterNorms:
     def of(
         self, norms: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The columns of `reduced` of the logical parameters with the parts `parameters`."""
+        """Return the columns of `reduced` of the logical parameters with the parts `parameters`."""
         return norms[:, self._index(parameters)]
 
     def largest(
@@ -316,7 +316,7 @@ class ScalerState:
     iteration: int = 0
 
     def after(self, overflow: bool, rule: ScalerRule) -> "ScalerState":
-        """The state after one more step. Raises ConfigError if the scale would fall below the minimum."""
+        """Return the state after one more step. Raises ConfigError if the scale would fall below the minimum."""
         if not rule.dynamic:
             return self
         scale = self.scale
@@ -368,7 +368,7 @@ class LossScale:
         self.state = self.state.after(overflow, self.rule)
 
     def numbers(self) -> dict[str, float]:
-        """The state for a checkpoint. Empty if the scale never changes: then the configuration has it."""
+        """Return the state for a checkpoint. Empty if the scale never changes: then the configuration has it."""
         s = self.state
         if not self.rule.dynamic:
             return {}

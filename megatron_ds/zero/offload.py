@@ -78,7 +78,7 @@ def plan_sub_groups(
 
 
 def _cut(pieces: list[SlotPiece], room: int) -> tuple[list[SlotPiece], list[SlotPiece]]:
-    """The first `room` elements, padding included, and the rest. room: a multiple of the alignment."""
+    """Return the first `room` elements, padding included, and the rest. room: a multiple of the alignment."""
     for k, piece in enumerate(pieces):
         if room == 0:
             return pieces[:k], pieces[k:]
@@ -188,7 +188,7 @@ class SubGroup:
     def begin(
         self, staged: Staged, numbers: tuple[Rates, float, float], norms: ParameterNorms
     ) -> dict[MakeOptimizer, torch.Tensor]:
-        """The first half of an update. See `ShardOptimizer.begin`."""
+        """Return the first half of an update. See `ShardOptimizer.begin`."""
         staged.work.wait()
         self._point_to(staged.tensors)
         return self.optimizer.begin(*numbers, norms)
@@ -279,7 +279,7 @@ class OffloadedUpdate:
         return sum(buffers.nbytes for buffers in self._buffers)
 
     def optimizers(self) -> dict[int, ShardOptimizer]:
-        """The optimizer of each leaf, by the `id` of the leaf's tensor."""
+        """Return the optimizer of each leaf, by the `id` of the leaf's tensor."""
         found: dict[int, ShardOptimizer] = {}
         for group in self.groups:
             found |= {id(leaf.tensor): group.optimizer for leaf in group.leaves}
@@ -293,7 +293,7 @@ class OffloadedUpdate:
     def begin(
         self, numbers: tuple[Rates, float, float], norms: ParameterNorms
     ) -> Iterator[dict[MakeOptimizer, torch.Tensor]]:
-        """The first half of an update; the squares of each sub-group. norms: on the host."""
+        """Yield the first half of an update; the squares of each sub-group. norms: on the host."""
         for group, staged in self._in_turn(unread=(LOW,), unwritten=(LOW,)):
             yield group.begin(staged, numbers, norms)
 
@@ -310,7 +310,7 @@ class OffloadedUpdate:
     def _in_turn(
         self, unread: Sequence[str] = (), unwritten: Sequence[str] = ()
     ) -> Iterator[tuple[SubGroup, Staged]]:
-        """The sub-groups, each to be updated before the next is asked for."""
+        """Yield the sub-groups, each to be updated before the next is asked for."""
         writing: list[Waitable] = [DONE] * IN_FLIGHT
 
         def stage(k: int) -> Staged:

@@ -148,7 +148,7 @@ class ZeroOptimizer:
         parameters: Sequence[nn.Parameter],
         draw: Draw | None,
     ) -> list[ParameterSet]:
-        """The sets of the plans, whose gradients fill buffers of one pool."""
+        """Return the sets of the plans, whose gradients fill buffers of one pool."""
         maker = SetMaker(
             self.settings,
             self.groups,
@@ -164,13 +164,13 @@ class ZeroOptimizer:
 
     # -------------------------------------------------------------------------------- parameters in shards
     def gathering_of(self, stage: int) -> LayerGathering | None:
-        """The gathering whose `enter` and `leave` are called around the layers of a stage; None if parameters
+        """Return the gathering whose `enter` and `leave` are called around the layers of a stage; None if parameters
         are always whole."""
         gathering = self._gathering.get(stage)
         return gathering if gathering is not None and any(gathering.needs) else None
 
     def arrivals_of(self, stage: int) -> Arrivals | None:
-        """What waits for the updated weights of each layer of a stage; None if they are there after `update`.
+        """Return what waits for the updated weights of each layer of a stage; None if they are there after `update`.
 
         They are, unless `Arrivals.begin` is called. Stages share buckets, so then it must be for all stages.
         """
@@ -313,7 +313,7 @@ class ZeroOptimizer:
             optimizer.set_beta1(beta1)
 
     def _received(self) -> dict[str, bool]:
-        """Whether each parameter received a gradient. Not of experts: one that no token chose has none."""
+        """Return whether each parameter received a gradient. Not of experts: one that no token chose has none."""
         found: dict[str, bool] = {}
         for s in self.trained:
             if s.plan.reduced_over == DATA_AXES:
@@ -388,7 +388,7 @@ class ZeroOptimizer:
         return pieces
 
     def pieces_of_worker(self) -> Iterator[StatePiece]:
-        """What later checkpoints may have for this rank alone, besides `pieces`; to count its bytes."""
+        """Return what later checkpoints may have for this rank alone, besides `pieces`; to count its bytes."""
         return self._hook.pieces_of_worker()
 
     def extra_state(self) -> dict[str, float]:
@@ -440,7 +440,7 @@ class ZeroOptimizer:
         return sum(tensor.nbytes for state in states for _, tensor in state)
 
     def memory_by_place(self) -> dict[str, int]:
-        """The bytes of `memory`, by tier: "device", "cpu", "nvme"."""
+        """Return the bytes of `memory`, by tier: "device", "cpu", "nvme"."""
         places: Counter[str] = Counter()
         offload = self.settings.offload
         for s in self.trained:

@@ -57,7 +57,7 @@ class ParameterStore:
         return False
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The model's weights of a piece, padding included: a view."""
+        """Return the model's weights of a piece, padding included: a view."""
         raise NotImplementedError
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
@@ -203,7 +203,7 @@ class ShardedParameters(ParameterStore):
         )
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The weights of a piece in this rank's part."""
+        """Return the weights of a piece in this rank's part."""
         bucket = self.layout.slots[piece.slot].bucket
         start = piece.flat - self._parts[bucket].start
         return self._arrays[bucket].tensor[start : start + piece.padded_numel]

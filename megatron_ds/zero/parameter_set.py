@@ -208,7 +208,7 @@ class SetMaker:
         return GradShards(holders, plan.layout, reduction, pool=self.pool)
 
     def _overlaps(self, plan: SetPlan, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether a bucket is reduced as soon as its contributions have arrived.
+        """Return whether a bucket is reduced as soon as its contributions have arrived.
 
         Not of experts with parameters of their own: one without tokens gets no gradient. Ranks would start
         its reduction at different times, and a rank that waits for it would not reach the all-to-all for
@@ -298,7 +298,7 @@ class SetMaker:
 def make_gathering(
     use: ParameterUse, stage: int, sets: Sequence[ParameterSet], prefetch: int | None
 ) -> LayerGathering:
-    """The gathering of a stage, which also reduces gradients when a layer is left in backward."""
+    """Return the gathering of a stage, which also reduces gradients when a layer is left in backward."""
     gathered = [s for s in sets if s.plan.units and s.plan.stage in (stage, SHARED)]
     units = units_by_parameter((s.plan, s.parameters, s.store.units) for s in gathered)
     reduced = [s for s in gathered if s.plan.stage == stage and s.buckets is not None]

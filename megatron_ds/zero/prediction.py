@@ -92,7 +92,7 @@ class ElementBytes:
 
 
 def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory:
-    """What the rank that owns `shard` keeps of one set."""
+    """Return what the rank that owns `shard` keeps of one set."""
     held = lambda axis: (
         plan.layout.numel
         // {None: 1, "dp": plan.layout.shards, "inner": plan.inner}[axis]
@@ -128,7 +128,7 @@ def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory
 def predict_sets(
     plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes
 ) -> ZeroMemory:
-    """The sum over all sets of a rank. ranks: its position along the axes over which gradients are summed."""
+    """Return the sum over all sets of a rank. ranks: its position along the axes over which gradients are summed."""
     return sum(
         (predict_memory(plan, _shard(plan, ranks), sizes) for plan in plans),
         ZeroMemory(),
@@ -141,7 +141,7 @@ def predict_places(
     sizes: ElementBytes,
     offload: OffloadSettings,
 ) -> dict[str, int]:
-    """The bytes of `predict_sets` by place: "device", "cpu", "nvme"."""
+    """Return the bytes of `predict_sets` by place: "device", "cpu", "nvme"."""
     places: Counter = Counter()
     for plan in plans:
         shard = _shard(plan, ranks)
@@ -214,7 +214,7 @@ RELEASE = "release_gathered"
 def in_turn(
     stages: Iterable[int], microbatches: int, keeps_gathered: bool
 ) -> Iterator[tuple[str, int]]:
-    """The moments of a step in which all micro-batches pass one stage, then the next.
+    """Yield the moments of a step in which all micro-batches pass one stage, then the next.
 
     How often a unit of a single stage is gathered is the same in every order that a schedule may have.
     """
@@ -264,7 +264,7 @@ def predict_traffic(
     parameter_bytes: int,
     further: Iterable[Sent] = (),
 ) -> Traffic:
-    """What a step sends over the data-parallel ranks; nothing over groups of one.
+    """Return what a step sends over the data-parallel ranks; nothing over groups of one.
 
     ranks: of each plan
     gathers: for each plan how often each of its units is gathered; empty if it has none

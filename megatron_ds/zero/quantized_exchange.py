@@ -48,7 +48,7 @@ class QuantizedExchange(OrderedExchange):
         return 0
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
-        """What is sent and received of buckets that are under way, and the decoded pieces of one, at most."""
+        """Return what is sent and received of buckets that are under way, and the decoded pieces of one, at most."""
         if ranks == 1:
             return 0
         encoded = max(
@@ -106,7 +106,7 @@ class Hop:
             self._work.wait()
 
     def total(self) -> torch.Tensor:
-        """The sum of the received pieces: fp32, or `x` itself in a group of one. After `wait`."""
+        """Return the sum of the received pieces: fp32, or `x` itself in a group of one. After `wait`."""
         if self._own is not None:
             return self._own
         encoded = self._received

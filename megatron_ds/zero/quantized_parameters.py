@@ -111,7 +111,7 @@ class BlockParameters(ParameterStore):
     def _make_unit(
         self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]
     ) -> QuantizedUnit:
-        """The unit of a layer with the buckets from `first` to before `stop`."""
+        """Return the unit of a layer with the buckets from `first` to before `stop`."""
         buckets = self.layout.buckets[first:stop]
         start = buckets[0].start
         numel = buckets[-1].stop - start
@@ -165,7 +165,7 @@ class QuantizedParameters(BlockParameters):
         return self._flat.nbytes + super().nbytes
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The weights of a piece of this rank's shard, before they are encoded."""
+        """Return the weights of a piece of this rank's shard, before they are encoded."""
         return self._flat[piece.offset : piece.offset + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
@@ -194,7 +194,7 @@ class QuantizedParameters(BlockParameters):
         parameters: Sequence[nn.Parameter],
         draw: Draw | None,
     ) -> EncodedBlocks:
-        """The part of a bucket, from initial values: those of other ranks' shards are drawn here too."""
+        """Return the part of a bucket, from initial values: those of other ranks' shards are drawn here too."""
         numel = part.stop - part.start
         near = torch.zeros(numel, dtype=self._dtype, device=self._device)
         for piece in pieces:

@@ -64,8 +64,8 @@ class ParameterUse:
         stages: Mapping[int, Sequence[nn.Module]],
         counts: Mapping[nn.Parameter, int] | None = None,
     ) -> "ParameterUse":
-        """The use of parameters in these stages. stages: layers of each stage, in forward order; stage 0 is the
-        first of the model."""
+        """Return the use of parameters in these stages. stages: layers of each stage, in forward order; stage 0 is
+        the first of the model."""
         layers = {
             stage: [list(module.parameters()) for module in modules]
             for stage, modules in stages.items()
@@ -154,7 +154,7 @@ def plan_parameters(
     groups: DataGroups,
     use: ParameterUse,
 ) -> tuple[SetPlan, ...]:
-    """The sets of `parameters`, which are given in forward order, each once.
+    """Return the sets of `parameters`, which are given in forward order, each once.
 
     Raises ConfigError if an optimizer needs whole tensors and tensor parallelism splits a parameter.
     """
@@ -205,7 +205,7 @@ def norm_entries(
     settings: ZeroSettings,
     groups: DataGroups,
 ) -> list[NormEntry]:
-    """The parameters whose optimizers ask for norms. parameters: to which the indices in the plans refer."""
+    """Return the parameters whose optimizers ask for norms. parameters: to which the indices in the plans refer."""
     trained = []
     for plan in plans:
         if not plan.frozen:
@@ -223,7 +223,7 @@ def norm_entries(
 
 
 def is_tied(p: nn.Parameter, groups: DataGroups) -> bool:
-    """Whether other pipeline ranks hold copies of the parameter."""
+    """Return whether other pipeline ranks hold copies of the parameter."""
     return spec_of(p).tied is not None and groups.tied.size > 1
 
 
@@ -286,7 +286,7 @@ def plan_sets(
 
 
 def smallest(sizes: Sequence[int]) -> int:
-    """A threshold: the parameters below it are together at most one in ALWAYS_WHOLE of all elements."""
+    """Return a threshold: the parameters below it are together at most one in ALWAYS_WHOLE of all elements."""
     room = sum(sizes) // ALWAYS_WHOLE
     for size in sorted(set(sizes)):
         room -= size * sizes.count(size)

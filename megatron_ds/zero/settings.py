@@ -117,7 +117,7 @@ class ZeroSettings:
     def from_config(
         cls, config: RunConfig, param_groups: tuple[ParamGroup, ...] | None = None
     ) -> "ZeroSettings":
-        """The settings of a configuration. Raises ConfigError for combinations that are not supported.
+        """Return the settings of a configuration. Raises ConfigError for combinations that are not supported.
 
         param_groups: used instead of those of `--optimizer`
         """
@@ -229,7 +229,7 @@ class ZeroSettings:
         )
 
     def elements_of_bucket(self, num_parameters: int, ranks: int) -> int:
-        """The size of a bucket that `ranks` reduce: small enough that most of the reduction is hidden behind
+        """Return the size of a bucket that `ranks` reduce: small enough that most of the reduction is hidden behind
         backward.
 
         A shard of a bucket is contiguous, so a bucket is also what one all-gather of weights moves.
@@ -241,7 +241,7 @@ class ZeroSettings:
         return min(reduced, self.gather_elements or reduced)
 
     def make_exchange(self, device: torch.device) -> GradientExchange:
-        """The strategy that sums gradients over the ranks."""
+        """Return the strategy that sums gradients over the ranks."""
         if self.exchange is not None:
             return self.exchange(self, device)
         if self.gradient_blocks is not None:

@@ -62,7 +62,7 @@ class Leaf:
     shape: tuple[int, ...] | None = None
 
     def unpadded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in the form of `tensor` as a flat view without padding."""
+        """Return a tensor in the form of `tensor` as a flat view without padding."""
         return tensor.view(-1)[: self.piece.stop - self.piece.start]
 
 
@@ -174,7 +174,7 @@ class ShardOptimizer:
     def begin(
         self, lr: Rates, weight_decay: float, divisor: float, norms: ParameterNorms
     ) -> dict[MakeOptimizer, torch.Tensor]:
-        """The first half of a `step` of an optimizer that needs norms of more parts than these leaves; other
+        """Return the first half of a `step` of an optimizer that needs norms of more parts than these leaves; other
         optimizers make their step. → for each optimizer the squares of the norms (`ParameterNorms.squares`).
         """
         self.num_updates += 1
@@ -208,16 +208,16 @@ class ShardOptimizer:
                     group["betas"] = (beta1, *group["betas"][1:])
 
     def writes_low(self, leaf: Leaf) -> bool:
-        """Whether the update writes the model's 16-bit weight too."""
+        """Return whether the update writes the model's 16-bit weight too."""
         optimizer = self._of[id(leaf.tensor)]
         return isinstance(optimizer, PartOptimizer) and optimizer.writes_low
 
     def optimizer_of(self, leaf: Leaf) -> torch.optim.Optimizer:
-        """The torch optimizer that updates a leaf."""
+        """Return the torch optimizer that updates a leaf."""
         return self._of[id(leaf.tensor)]
 
     def state_of(self, leaf: Leaf) -> Iterator[tuple[str, torch.Tensor]]:
-        """The optimizer's tensors with as many elements as the leaf: (name, tensor)."""
+        """Yield the optimizer's tensors with as many elements as the leaf: (name, tensor)."""
         for name, value in self._of[id(leaf.tensor)].state[leaf.tensor].items():
             if (
                 torch.is_tensor(value)

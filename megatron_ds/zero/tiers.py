@@ -138,7 +138,7 @@ class Array:
         return Array(self.tensor[start:stop])
 
     def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether `tensor` has this device and dtype, so that no copy is needed."""
+        """Return whether `tensor` has this device and dtype, so that no copy is needed."""
         return self.tensor.device == device and self.tensor.dtype == dtype
 
     def read(self, out: torch.Tensor) -> Waitable:
@@ -183,7 +183,7 @@ class Buffers:
         return sum(buffer.nbytes for buffer in self._by_name.values())
 
     def get(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of `numel` elements with undefined contents, at the start of a page."""
+        """Return a buffer of `numel` elements with undefined contents, at the start of a page."""
         held = self._by_name.get(name)
         if held is None or held.numel() < numel:
             held = self._by_name[name] = _host_memory(numel, dtype, self._page_locked)
@@ -242,7 +242,7 @@ class OnDisk(Array):
         return self.region.nbytes // self.tensor.element_size()
 
     def part(self, start: int, stop: int) -> "OnDisk":
-        """The elements [start, stop). `start` must be at a page boundary of the file."""
+        """Return the elements [start, stop). `start` must be at a page boundary of the file."""
         size = self.tensor.element_size()
         nbytes = round_up(stop * size, ALIGNMENT) - start * size
         region = Region(self.region.file, self.region.offset + start * size, nbytes)

@@ -39,7 +39,7 @@ class PathCheck:
         self._has_warned = False
 
     def number(self, received: Mapping[str, bool]) -> float:
-        """A fingerprint below 2^16, equal on all ranks if their paths are; infinite where a parameter
+        """Return a fingerprint below 2^16, equal on all ranks if their paths are; infinite where a parameter
         received no gradient and that is refused.
 
         It is that of the layers if they are known, and of the parameters unless each rank may leave out some.
@@ -113,7 +113,7 @@ class PathCheck:
         )
 
     def _first(self, text: str | None) -> str | None:
-        """The text of the first model-parallel rank that has one."""
+        """Return the text of the first model-parallel rank that has one."""
         return next(filter(None, all_gather_object(text, self._model)), None)
 
 
@@ -129,7 +129,7 @@ def _first_difference(
 
 
 def _different(without: Mapping[str, list[int]], data: Group) -> str | None:
-    """The first parameter that some of the ranks have not used."""
+    """Return the first parameter that some of the ranks have not used."""
     for name, ranks in without.items():
         if ranks and len(ranks) < data.size:
             having = set(data.ranks) - set(ranks)
@@ -138,7 +138,7 @@ def _different(without: Mapping[str, list[int]], data: Group) -> str | None:
 
 
 def _refused(without: Mapping[str, list[int]]) -> str | None:
-    """The parameters that a rank has not used."""
+    """Return the parameters that a rank has not used."""
     missing = [
         f"{name} on rank(s) {_list(ranks)}" for name, ranks in without.items() if ranks
     ]

@@ -35,7 +35,9 @@ class UpdateHook:
         return squares, None
 
     def norm_of(self, measured: Sequence[float]) -> float:
-        """The norm of the gradient from the sums over all ranks: squares, flag of paths, the further number."""
+        """Return the norm of the gradient from the sums over all ranks: squares, flag of paths, the further
+        number.
+        """
         return math.sqrt(measured[0])
 
     def before_update(self, divisor: float) -> None:

@@ -40,7 +40,7 @@ class UpdateRule:
         ranks: Hierarchy,
         groups: DataGroups,
     ) -> Iterator[Sent]:
-        """What a step sends for a set of parameters, besides what `exchange` sends for their gradients.
+        """Return what a step sends for a set of parameters, besides what `exchange` sends for their gradients.
 
         parameters: in the order of the layout. Groups of one rank may be included.
         """
@@ -55,7 +55,7 @@ class UpdateRule:
         return 0
 
     def make_hook(self, **parts: Any) -> UpdateHook:
-        """The hook of a `ZeroOptimizer`. parts: its `sets` that are trained, `groups`, `resident` optimizer,
+        """Return the hook of a `ZeroOptimizer`. parts: its `sets` that are trained, `groups`, `resident` optimizer,
         `exchange` and `device`."""
         return UpdateHook()
 

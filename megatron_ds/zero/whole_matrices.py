@@ -76,7 +76,7 @@ class SegmentExchange:
     def back(
         self, segments: Mapping[str, Sequence[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """The inverse of `there`. Collective."""
+        """Return the inverse of `there`. Collective."""
         if self.group.size == 1 or not self.owners:
             return {name: segments[name][0] for name in self.owners}
         out = self._empty(self._outward())
@@ -173,7 +173,7 @@ class WholeMatrices:
         parts: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The parts of `parameters` after `change` of batches [n, o, i] of their matrices. Collective.
+        """Return the parts of `parameters` after `change` of batches [n, o, i] of their matrices. Collective.
 
         parts: of an update, in the form of the parameters, padding included; they may be overwritten
         unit: see `optim.matrix_batches`
@@ -327,14 +327,14 @@ class MatrixRound:
             torch._foreach_copy_(outs, values)
 
     def _joined(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The flat slice of a parameter from the pieces of all data-parallel ranks."""
+        """Return the flat slice of a parameter from the pieces of all data-parallel ranks."""
         if len(pieces) == 1:
             return pieces[0]
         in_order = sorted(zip(self._spans[name], pieces), key=lambda pair: pair[0])
         return torch.cat([piece for _, piece in in_order])
 
     def _assembled(self, name: str, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The logical tensor from the flat slices of all tensor-parallel ranks."""
+        """Return the logical tensor from the flat slices of all tensor-parallel ranks."""
         whole = slices[0].new_empty(self._specs[name].shape)
         boxes = self._boxes(
             name, whole, [flat.view(self._shapes[name]) for flat in slices]
@@ -344,7 +344,7 @@ class MatrixRound:
         return whole
 
     def _cut(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The inverse of `_assembled`."""
+        """Return the inverse of `_assembled`."""
         slices = [whole.new_empty(self._shapes[name]) for _ in range(self._tp.size)]
         of_whole, of_slices = map(list, zip(*self._boxes(name, whole, slices)))
         torch._foreach_copy_(of_slices, of_whole)
@@ -363,7 +363,7 @@ class MatrixRound:
 
 
 def _is_same(flat: torch.Tensor, changed: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory; also of tensors without memory, which have no address."""
+    """Return whether two tensors are the same memory; also of tensors without memory, which have no address."""
     places = [
         (tensor.untyped_storage()._cdata, tensor.storage_offset())
         for tensor in (flat, changed)

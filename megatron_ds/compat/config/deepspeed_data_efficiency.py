@@ -195,7 +195,7 @@ def _lengths(
 
 
 def _is_installed(document: JsonDocument, key: str) -> bool:
-    """Whether curricula and random-LTD are installed. If not, a problem is added."""
+    """Return whether curricula and random-LTD are installed. If not, a problem is added."""
     if METRIC_KEYS.find() is None:
         document.refuse(
             f'{document.path}: "{key}" is enabled, which this package does not have.'
@@ -206,7 +206,7 @@ def _is_installed(document: JsonDocument, key: str) -> bool:
 
 
 def _is_block(document: JsonDocument, key: str, block: Any, known: set[str]) -> bool:
-    """Whether it is a block, and all its keys are known. If not, a problem is added."""
+    """Return whether it is a block, and all its keys are known. If not, a problem is added."""
     if not isinstance(block, dict):
         document.refuse(
             f'{document.path}: "{key}" should be a block {{ … }}, not {shown(block)}.'
@@ -223,7 +223,7 @@ def _is_block(document: JsonDocument, key: str, block: Any, known: set[str]) -> 
 
 
 def random_ltd_is_off(keys: Mapping[str, Any]) -> bool:
-    """Whether one of the three blocks around the schedule is not enabled, so that its values are ignored."""
+    """Return whether one of the three blocks around the schedule is not enabled, so that its values are ignored."""
     return not all(keys.get(switch) is True for switch in SWITCHES)
 
 

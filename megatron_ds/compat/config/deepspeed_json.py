@@ -124,7 +124,7 @@ TRANSLATED: Mapping[str, Option] = {
 
 
 def read_deepspeed(path: str) -> SourceReading:
-    """The settings of a file, and its problems."""
+    """Return the settings of a file, and its problems."""
     try:
         block = load_json(path, "--deepspeed_config")
     except ConfigError as error:
@@ -135,7 +135,7 @@ def read_deepspeed(path: str) -> SourceReading:
 
 
 def reading_of(path: str, block: Mapping[str, Any]) -> SourceReading:
-    """The settings and problems of a block. path: name of the block in messages."""
+    """Return the settings and problems of a block. path: name of the block in messages."""
     document = JsonDocument(path, known_keys())
     block, notes = with_usual_names(block)
     document.without_effect |= {f"{path} {key}": why for key, why in notes.items()}
@@ -263,7 +263,7 @@ def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
 
 
 def _is_note(key: str, near: str) -> bool:
-    """Whether an unknown key is left out, as DeepSpeed does: it is at the top level and no misspelt key.
+    """Return whether an unknown key is left out, as DeepSpeed does: it is at the top level and no misspelt key.
 
     near: the suggestion for it
     """
@@ -412,7 +412,7 @@ def _tensorboard(document: JsonDocument) -> None:
 
 
 def unique_keys(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """The `object_pairs_hook` that raises ConfigError for a key that occurs twice in a block.
+    """Return the `object_pairs_hook` that raises ConfigError for a key that occurs twice in a block.
 
     path: of the file, for messages
     """
@@ -431,7 +431,7 @@ def unique_keys(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
 
 
 def load_json(path: str, flag: str) -> dict[str, Any]:
-    """The block of a JSON file. flag: the flag that gave the file, for messages. Raises ConfigError."""
+    """Return the block of a JSON file. flag: the flag that gave the file, for messages. Raises ConfigError."""
     text = text_of(path, flag)
     try:
         document = loads(text, object_pairs_hook=unique_keys(path))
@@ -484,7 +484,7 @@ def _near(key: str) -> str:
 
 
 def _place_of(name: str, candidates: Sequence[str], parent: str) -> str:
-    """The hint for a key or block that exists, but in another place; "" if there is none."""
+    """Return the hint for a key or block that exists, but in another place; "" if there is none."""
     # Candidates are keys; the blocks that contain them are places too.
     blocks = set()
     for other in candidates:

@@ -82,7 +82,7 @@ def translate_optimizer(document: JsonDocument) -> None:
 
 
 def is_adamw(document: JsonDocument) -> bool:
-    """Whether the type is AdamW, whose weight decay is decoupled in any case."""
+    """Return whether the type is AdamW, whose weight decay is decoupled in any case."""
     return str(document.values.get("optimizer.type")).lower() == "adamw"
 
 

@@ -101,12 +101,12 @@ def _repeated(optimizer: Any) -> list[str]:
 
 
 def is_dotted(key: Any) -> bool:
-    """Whether a name is a path, such as "zero_optimization.stage", which no key of DeepSpeed is."""
+    """Return whether a name is a path, such as "zero_optimization.stage", which no key of DeepSpeed is."""
     return isinstance(key, str) and "." in key
 
 
 def _is_small(size: Any) -> bool:
-    """Whether DeepSpeed accepts a size of a group that is too small here."""
+    """Return whether DeepSpeed accepts a size of a group that is too small here."""
     return type(size) is int and 0 <= size < LEAST_GROUP
 
 
@@ -121,7 +121,7 @@ def _is_below_stage_3(zero: Mapping[str, Any]) -> bool:
 
 
 def without_extras(text: str) -> str:
-    """The text without comments and trailing commas; line numbers stay."""
+    """Return the text without comments and trailing commas; line numbers stay."""
 
     def blank(found: re.Match) -> str:
         return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])

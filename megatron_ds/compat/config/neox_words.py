@@ -72,7 +72,7 @@ def _layer_words(block: Mapping[str, Any]) -> Words:
 
 
 def _norm_words(block: Mapping[str, Any]) -> Words:
-    """The kind of norm, and its epsilon, whose key and default depend on the kind."""
+    """Yield the kind of norm, and its epsilon, whose key and default depend on the kind."""
     key = "layernorm_epsilon"
     default = 1e-5
     kind = block.get("norm", "layernorm")
@@ -90,7 +90,7 @@ def _norm_words(block: Mapping[str, Any]) -> Words:
 
 
 def _rate_words(block: Mapping[str, Any]) -> Words:
-    """The decay of the learning rate. Its warm-up begins with the rate of the first step, not with 0."""
+    """Yield the decay of the learning rate. Its warm-up begins with the rate of the first step, not with 0."""
     style = block.get("lr_decay_style", "linear")
     is_line_to_0 = style == "linear" and not block.get("min_lr")
     if style not in ("constant", "cosine") and not is_line_to_0:
@@ -101,7 +101,7 @@ def _rate_words(block: Mapping[str, Any]) -> Words:
 
 
 def _path_words(block: Mapping[str, Any]) -> Words:
-    """The corpora of each split, with their weights if there is one for each."""
+    """Yield the corpora of each split, with their weights if there is one for each."""
     for part in ("train", "valid", "test"):
         paths = block.get(f"{part}_data_paths")
         weights = block.get(f"{part}_data_weights")
@@ -119,7 +119,7 @@ def _path_words(block: Mapping[str, Any]) -> Words:
 
 
 def _tokenizer_words(block: Mapping[str, Any]) -> Words:
-    """The tokenizer and its file, if the block names one of them."""
+    """Yield the tokenizer and its file, if the block names one of them."""
     kind = block.get("tokenizer_type", "GPT2BPETokenizer")
     is_given = "tokenizer_type" in block or "vocab_file" in block
     if kind not in TOKENIZERS or not is_given:
@@ -171,5 +171,5 @@ def _initial_words(block: Mapping[str, Any]) -> Words:
 
 
 def _is_size(value: Any) -> TypeGuard[int]:
-    """Whether a value is a size whose square root can be taken."""
+    """Return whether a value is a size whose square root can be taken."""
     return isinstance(value, int) and 0 < value <= LARGEST

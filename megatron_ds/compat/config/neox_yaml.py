@@ -65,12 +65,12 @@ READ = frozenset(
 
 
 def is_neox(root: Any) -> bool:
-    """Whether a parsed YAML file is GPT-NeoX's."""
+    """Return whether a parsed YAML file is GPT-NeoX's."""
     return isinstance(root, dict) and len(MARKS & {_plain(name) for name in root}) >= 2
 
 
 def read_neox(name: str, roots: Sequence[Block]) -> SourceReading:
-    """The settings and problems of the files of one run. name: of the files, for messages."""
+    """Return the settings and problems of the files of one run. name: of the files, for messages."""
     reading = SourceReading()
     block = _checked(name, _merged(name, roots, reading), reading)
     _read_flags(name, block, reading)
@@ -80,7 +80,7 @@ def read_neox(name: str, roots: Sequence[Block]) -> SourceReading:
 
 
 def read_yamls(paths: Sequence[str]) -> list[SourceReading]:
-    """The readings of the files of --config: one for all of them if one is GPT-NeoX's, else one for each."""
+    """Return the readings of the files of --config: one for all of them if one is GPT-NeoX's, else one for each."""
     roots = [_root(path) for path in paths]
     are_blocks = all(isinstance(root, dict) for root in roots)
     if are_blocks and any(map(is_neox, roots)):
@@ -89,7 +89,7 @@ def read_yamls(paths: Sequence[str]) -> list[SourceReading]:
 
 
 def _root(path: str) -> Any:
-    """The content of a YAML file; None if it cannot be read, which `read_yaml` reports."""
+    """Return the content of a YAML file; None if it cannot be read, which `read_yaml` reports."""
     from ...config.sources.bounded_yaml import load_yaml
 
     try:
@@ -217,7 +217,7 @@ def _read_rest(name: str, block: Block, reading: SourceReading) -> None:
 
 
 def _refusal(key: str, value: Any, block: Block) -> str | None:
-    """Why the value of a key is refused; None if it is not."""
+    """Return why the value of a key is refused; None if it is not."""
     if key == "attention_config":
         is_softmax = _attention_kinds(value) <= set(ATTENTION)
         return None if is_softmax else ONLY[key][1]
@@ -234,7 +234,7 @@ def _refusal(key: str, value: Any, block: Block) -> str | None:
 
 
 def _attention_kinds(value: Any) -> set[str]:
-    """The kinds in `[[["flash", "rwkv"], 6], …]`; {"?"} for a value of another form."""
+    """Return the kinds in `[[["flash", "rwkv"], 6], …]`; {"?"} for a value of another form."""
     kinds: set[str] = set()
     for entry in value if isinstance(value, list) else [None]:
         if not isinstance(entry, list) or not entry or not isinstance(entry[0], list):

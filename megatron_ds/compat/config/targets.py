@@ -82,7 +82,7 @@ UNMANAGED = "managed_gradient_accumulation"
 def reading_for(
     block: Mapping[str, Any], target: str = "train", name: str = "config"
 ) -> SourceReading:
-    """The settings of a block, its problems, and the keys that change nothing. name: of it in messages."""
+    """Return the settings of a block, its problems, and the keys that change nothing. name: of it in messages."""
     assert target in TARGETS, f"{target} is not one of {TARGETS}"
     if target == "train":
         return reading_of(name, block)
@@ -103,7 +103,7 @@ def reading_for(
 
 
 def _is_taken(reading: SourceReading, setting: Setting) -> bool:
-    """Whether an engine takes the option. Other options are noted or refused."""
+    """Return whether an engine takes the option. Other options are noted or refused."""
     path = setting.path
     if path in TAKEN or path.startswith(SECTIONS):
         return True
@@ -126,7 +126,7 @@ def _is_taken(reading: SourceReading, setting: Setting) -> bool:
 def autocast_of(
     reading: SourceReading, name: str, block: Mapping[str, Any]
 ) -> str | None:
-    """The dtype in which torch.autocast runs the forward of an engine's module; None without autocast.
+    """Return the dtype in which torch.autocast runs the forward of an engine's module; None without autocast.
 
     Adds problems to the reading.
     """

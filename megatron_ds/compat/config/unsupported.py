@@ -263,12 +263,12 @@ ON_BY_DEFAULT = frozenset(
 
 
 def asks_for_default(key: str, value: Any) -> bool:
-    """Whether a value of an accepted key is the one that holds if the key is left out."""
+    """Return whether a value of an accepted key is the one that holds if the key is left out."""
     return value is not False if key in ON_BY_DEFAULT else asks_for_nothing(value)
 
 
 def answer_to_flag(flag: str) -> Answer | None:
-    """The answer to a flag of Megatron; None if the tables do not have it."""
+    """Return the answer to a flag of Megatron; None if the tables do not have it."""
     of_family = (answer for start, answer in FAMILIES.items() if flag.startswith(start))
     return FLAGS.get(flag) or next(of_family, None)
 

@@ -62,7 +62,7 @@ def with_adapters(
     specs: Mapping[str, ParamSpec],
     folder: Path,
 ) -> LogicalCheckpoint:
-    """The whole model: weights of the base, to which adapters are added when they are read.
+    """Return the whole model: weights of the base, to which adapters are added when they are read.
 
     specs: of the model's weights. folder: of the adapters. Raises CheckpointError for adapters of layers that the
     base lacks.
@@ -103,7 +103,7 @@ def shifted(
     specs: Mapping[str, ParamSpec],
     sign: int,
 ) -> dict[str, StoredTensor]:
-    """The tensors, with sign · ‖W‖ added to "m" when it is read: ours is the change of a magnitude.
+    """Return the tensors, with sign · ‖W‖ added to "m" when it is read: ours is the change of a magnitude.
 
     below: the frozen weights. specs: of the model's weights
     """

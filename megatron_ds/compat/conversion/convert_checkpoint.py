@@ -182,7 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of the command."""
+    """Return the flags of the command."""
     parser = Arguments(__doc__)
     parser.add_table(OPTIONS)
     return parser

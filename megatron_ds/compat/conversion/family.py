@@ -141,7 +141,7 @@ def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> TensorMapping | Non
 
 
 def model_of(options: Mapping[str, Any], folder: object) -> ModelConfig:
-    """The model of these options. Raises CheckpointError for values that no model has."""
+    """Return the model of these options. Raises CheckpointError for values that no model has."""
     # Values pass the same checks as flags.
     declared = {option.name: option for option in options_in("model")}
     if odd := [name for name in options if name not in declared]:
@@ -365,11 +365,11 @@ def unused(
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern of fnmatch matches the name."""
+    """Return whether a pattern of fnmatch matches the name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def listing(names: Sequence[str], separator: str = ", ") -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     more = f"{separator}and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return separator.join(names[:LISTED]) + more

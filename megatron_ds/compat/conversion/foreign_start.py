@@ -126,7 +126,7 @@ def foreign_defaults(
 
 
 def dtype_options(checkpoint: LogicalCheckpoint) -> dict[str, bool]:
-    """The option of the dtype that most of the tensors have; {} for fp32."""
+    """Return the option of the dtype that most of the tensors have; {} for fp32."""
     dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors[WEIGHT].values())
     [(dtype, _)] = dtypes.most_common(1)
     return {DTYPES[dtype]: True} if dtype in DTYPES else {}
@@ -154,7 +154,7 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
 
 
 def _base(pretrained: str | None, load: str) -> Path | None:
-    """The folder of the weights below the adapters in --load."""
+    """Return the folder of the weights below the adapters in --load."""
     return None if pretrained is None or pretrained == load else Path(pretrained)
 
 
@@ -260,7 +260,7 @@ def _require_same_weights(found: LogicalCheckpoint, world: Group) -> None:
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
-    """The name of each file of a folder → its path."""
+    """Return the name of each file of a folder → its path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path for path in paths}
 
@@ -285,7 +285,7 @@ def _hashes_of_tensors(found: LogicalCheckpoint) -> dict[str, tuple[str, str]]:
 
 
 def _tensors(found: LogicalCheckpoint) -> Tensors:
-    """The tensors of the files, and adapters, which a run with adapters loads in place of the weights."""
+    """Return the tensors of the files, and adapters, which a run with adapters loads in place of the weights."""
     if found.adapters is None:
         return found.tensors
     weights = {**found.tensors[WEIGHT], **found.adapters.tensors}

@@ -93,7 +93,7 @@ ALIASES = {
 
 
 def format_of(name: str) -> Format:
-    """The format of this name. Raises ConfigError with the most similar name."""
+    """Return the format of this name. Raises ConfigError with the most similar name."""
     name = ALIASES.get(name, name)
     if name not in FORMATS:
         raise ConfigError(
@@ -105,7 +105,7 @@ def format_of(name: str) -> Format:
 
 
 def detected(folder: Path) -> Format:
-    """The format of a folder, from the names of its files. Raises CheckpointError if none matches."""
+    """Return the format of a folder, from the names of its files. Raises CheckpointError if none matches."""
     formats = list(map(format_of, FORMATS))
     for found in formats:
         if found.detect(folder):

@@ -18,7 +18,7 @@ from megatron_ds.errors import CheckpointError
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of the command."""
+    """Return the flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("--load", type=Path, required=True, help="folder with adapters")

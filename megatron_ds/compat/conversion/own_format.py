@@ -75,7 +75,7 @@ ORIGIN = "trained_from"
 
 # ------------------------------------------------------------------ reading
 def detect(folder: Path) -> bool:
-    """Whether a checkpoint in the folder was written by this package."""
+    """Return whether a checkpoint in the folder was written by this package."""
     return any(
         folders.is_ours(path)
         for step in folders.steps_in(folder)
@@ -84,7 +84,7 @@ def detect(folder: Path) -> bool:
 
 
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
-    """The checkpoint of `wishes.iteration`, or the latest; one of adapters with the weights below them.
+    """Return the checkpoint of `wishes.iteration`, or the latest; one of adapters with the weights below them.
 
     Raises CheckpointError.
     """
@@ -140,7 +140,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 def _with_base(
     folder: Path, run: Mapping, adapters: Mapping[str, StoredTensor], wishes: Wishes
 ) -> LogicalCheckpoint:
-    """The model of a run with adapters: its frozen weights, and the adapters in the folder."""
+    """Return the model of a run with adapters: its frozen weights, and the adapters in the folder."""
     require(run, folder, "identity.adapters.rank", "identity.adapters.scale")
     named = run.get("base", {}).get("folder")
     base = wishes.base or (named and Path(named))
@@ -190,7 +190,7 @@ def source_in(run: Mapping) -> dict[str, Any]:
 
 
 def options_of(model: ModelConfig) -> dict[str, Any]:
-    """The options of a model that are not at their defaults."""
+    """Return the options of a model that are not at their defaults."""
     values = {field.name: getattr(model, field.name) for field in fields(ModelConfig)}
     return {
         name: value

@@ -70,7 +70,7 @@ def split_heads(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
 
 
 def _flattened(part: torch.Tensor) -> torch.Tensor:
-    """The first two dimensions as one: a view, or a copy in memory that was used before."""
+    """Return the first two dimensions as one: a view, or a copy in memory that was used before."""
     if part.is_meta or part.is_contiguous():
         return part.flatten(0, 1)
     copy = uninitialized(part.shape, part.dtype)
@@ -114,7 +114,7 @@ def _stack(tensors_of_expert: int, parts: Parts, model: ModelConfig) -> torch.Te
 def _unstack(
     tensors_of_expert: int, experts: torch.Tensor, model: ModelConfig
 ) -> list[torch.Tensor]:
-    """The tensors that `_stack` joins."""
+    """Return the tensors that `_stack` joins."""
     return [part for expert in experts for part in expert.chunk(tensors_of_expert)]
 
 
@@ -128,7 +128,7 @@ def _halves(parts: Parts, model: ModelConfig) -> torch.Tensor:
 
 
 def _alternating(experts: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
-    """The inverse of `_halves`."""
+    """Return the inverse of `_halves`."""
     halves = experts.unflatten(1, (2, -1))
     pairs = halves.transpose(1, 2)
     rows = pairs.flatten(1, 2)

@@ -53,7 +53,7 @@ def published(folder: Path) -> Iterator[Path]:
 
 
 def unwritten(folder: Path, reason: str) -> str:
-    """The message about a folder that cannot be written."""
+    """Return the message about a folder that cannot be written."""
     return f"--save {folder} cannot be written: {reason}. Nothing was written. Give another folder, or make room there."
 
 

@@ -25,7 +25,7 @@ TOKENIZERS = (
 
 
 def progress_in(stored: StoredProgress) -> Progress:
-    """The progress of our run from what the source records."""
+    """Return the progress of our run from what the source records."""
     step = stored.iteration or 0
     samples = stored.samples or 0
     skipped = min(stored.skipped_steps or 0, step)
@@ -48,7 +48,7 @@ def updates_in(stored: StoredProgress) -> int:
 
 
 def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[str]]:
-    """The options of the source's tokenizer, none without one; a line for the user."""
+    """Return the options of the source's tokenizer, none without one; a line for the user."""
     for kind, names in TOKENIZERS:
         if _fits(kind, names, checkpoint.tokenizer):
             paths: dict[str, Any] = {
@@ -66,7 +66,7 @@ def tokenizer_options(checkpoint: LogicalCheckpoint) -> tuple[DataConfig, list[s
 
 
 def _fits(kind: str, names: Mapping[str, str], files: Mapping[str, Path]) -> bool:
-    """Whether all files are there and, for a BERT, its case is that of `kind`. A BERT that records no case is
+    """Return whether all files are there and, for a BERT, its case is that of `kind`. A BERT that records no case is
     lower case."""
     if not all(name in files for name in names.values()):
         return False

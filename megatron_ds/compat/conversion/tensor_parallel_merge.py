@@ -41,7 +41,7 @@ class RankPacking:
 def merged_over_tp(
     name: str, ranks: Sequence[StoredTensor], packing: RankPacking
 ) -> StoredTensor:
-    """The whole tensor. Raises CheckpointError for names that are not known and shapes that differ."""
+    """Return the whole tensor. Raises CheckpointError for names that are not known and shapes that differ."""
     # Ranks hold equal shapes, as sizes divide.
     shapes = {rank.shape for rank in ranks}
     if len(shapes) > 1:

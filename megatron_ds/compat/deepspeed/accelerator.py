@@ -82,24 +82,24 @@ class Accelerator:
     """CUDA if torch finds a GPU, else the CPU. Other attributes are those of torch.cuda or torch.cpu."""
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The name of the device, with its index if it is a GPU: all local ranks share "cpu"."""
+        """Return the name of the device, with its index if it is a GPU: all local ranks share "cpu"."""
         name = self._name()
         return (
             name if device_index is None or name == "cpu" else f"{name}:{device_index}"
         )
 
     def current_device_name(self) -> str:
-        """The name of torch's current device."""
+        """Return the name of torch's current device."""
         return self.device_name(
             torch.cuda.current_device() if self._name() == "cuda" else None
         )
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """The device of this name."""
+        """Return the device of this name."""
         return torch.device(self.device_name(device_index))
 
     def communication_backend_name(self) -> str:
-        """The backend of torch.distributed for tensors on this device."""
+        """Return the backend of torch.distributed for tensors on this device."""
         return "nccl" if self._name() == "cuda" else "gloo"
 
     def is_available(self) -> bool:
@@ -107,19 +107,19 @@ class Accelerator:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Whether operations are complete when their call returns."""
+        """Return whether operations are complete when their call returns."""
         return self._name() == "cpu"
 
     def is_bf16_supported(self) -> bool:
-        """Whether the device computes in bf16."""
+        """Return whether the device computes in bf16."""
         return self._name() == "cpu" or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Whether the device computes in fp16: all do."""
+        """Return whether the device computes in fp16: all do."""
         return True
 
     def is_triton_supported(self) -> bool:
-        """Whether the device runs Triton's kernels."""
+        """Return whether the device runs Triton's kernels."""
         return self._name() == "cuda"
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -150,19 +150,19 @@ class Accelerator:
         torch.manual_seed(seed)
 
     def random(self) -> Any:
-        """The module torch.random."""
+        """Return the module torch.random."""
         return torch.random
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """The tensor in page-locked memory; the tensor itself without a GPU."""
+        """Return the tensor in page-locked memory; the tensor itself without a GPU."""
         return tensor.pin_memory() if self._name() == "cuda" else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in page-locked memory."""
+        """Return whether the tensor is in page-locked memory."""
         return self._name() == "cuda" and tensor.is_pinned()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on a device of this kind."""
+        """Return whether the tensor is on a device of this kind."""
         return tensor.device.type == self._name()
 
     def range_push(self, msg: str) -> None:
@@ -172,11 +172,11 @@ class Accelerator:
         """No effect."""
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """The result of the callback."""
+        """Return the result of the callback."""
         return callback()
 
     def visible_devices_envs(self) -> list[str]:
-        """The environment variables that choose devices."""
+        """Return the environment variables that choose devices."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def get_compile_backend(self) -> str:
@@ -207,7 +207,7 @@ _ACCELERATOR = Accelerator()
 
 
 def get_accelerator() -> Accelerator:
-    """The accelerator of this process."""
+    """Return the accelerator of this process."""
     return _ACCELERATOR
 
 

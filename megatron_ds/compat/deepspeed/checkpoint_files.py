@@ -27,28 +27,28 @@ WHOLE_GROUPS = "single_partition_of_fp32_groups"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """The path of the weights of a tensor-parallel rank, which is given as text: "00"."""
+    """Return the path of the weights of a tensor-parallel rank, which is given as text: "00"."""
     return os.path.join(base_folder, f"mp_rank_{mp_rank_str}{MODEL}")
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """The path of the optimizer of a data-parallel rank."""
+    """Return the path of the optimizer of a data-parallel rank."""
     name = f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}{OPTIM}"
     return os.path.join(base_folder, name)
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
-    """The path of a layer of a pipeline. layer_id: "layer_03" """
+    """Return the path of a layer of a pipeline. layer_id: "layer_03" """
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{MODEL}")
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike) -> list[str]:
-    """The files of the optimizer, in the order of their numbers. Raises FileNotFoundError without one."""
+    """Return the files of the optimizer, in the order of their numbers. Raises FileNotFoundError without one."""
     return _files(checkpoint_dir, OPTIM)
 
 
 def get_model_state_files(checkpoint_dir: str | os.PathLike) -> list[str]:
-    """The files of the weights, in the order of their numbers. Raises FileNotFoundError without one."""
+    """Return the files of the weights, in the order of their numbers. Raises FileNotFoundError without one."""
     return _files(checkpoint_dir, MODEL)
 
 

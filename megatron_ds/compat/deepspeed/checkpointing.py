@@ -86,7 +86,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` has been called."""
+    """Return whether `configure` has been called."""
     return _state["configured"]
 
 
@@ -116,7 +116,7 @@ def non_reentrant_checkpoint(function: Callable, *args: Any) -> Any:
 
 
 def get_cuda_rng_tracker() -> RandomStates:
-    """The random states by name, which `checkpoint` restores for its recomputation."""
+    """Return the random states by name, which `checkpoint` restores for its recomputation."""
     return _tracker
 
 

@@ -84,32 +84,32 @@ def _check_arguments(dist_backend: str | None, dist_init_required: bool | None) 
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group; False before `init_distributed`, also in a program of one process."""
+    """Return whether there is a process group; False before `init_distributed`, also in a program of one process."""
     return dist.is_initialized()
 
 
 def is_available() -> bool:
-    """Whether torch was built with torch.distributed."""
+    """Return whether torch was built with torch.distributed."""
     return dist.is_available()
 
 
 def get_rank(group: Any = None) -> int:
-    """The rank of this process in the group."""
+    """Return the rank of this process in the group."""
     return dist.get_rank(group) if _meets() else 0
 
 
 def get_world_size(group: Any = None) -> int:
-    """The number of ranks of the group."""
+    """Return the number of ranks of the group."""
     return dist.get_world_size(group) if _meets() else 1
 
 
 def get_local_rank() -> int:
-    """The rank of this process on its machine."""
+    """Return the rank of this process on its machine."""
     return launching.read_launch().local_rank
 
 
 def get_world_group() -> Any:
-    """The group of all ranks; None in a program of one process."""
+    """Return the group of all ranks; None in a program of one process."""
     return dist.group.WORLD if _meets() else None
 
 
@@ -271,7 +271,7 @@ def _is_alone() -> bool:
 
 
 def _meets() -> bool:
-    """Whether there are other ranks. Raises NotInitializedError if there is no group with them yet."""
+    """Return whether there are other ranks. Raises NotInitializedError if there is no group with them yet."""
     if dist.is_initialized():
         return True
     if not _is_alone():
@@ -285,12 +285,12 @@ def _meets() -> bool:
 def _recorded(
     operation: str, group: Any, num_bytes: int, async_op: bool, begin: Any
 ) -> Any:
-    """A collective that runs, and is in the communication log if there is one."""
+    """Return a collective that runs, and is in the communication log if there is one."""
     return recorded_call(operation, _ranks_of(group), num_bytes, async_op, begin)
 
 
 def _ranks_of(group: Any) -> list[int]:
-    """The ranks of the group; none where this one is not in it."""
+    """Return the ranks of the group; none where this one is not in it."""
     if dist.get_rank(group) < 0:
         return []
     return dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -54,7 +54,7 @@ class ElasticSettings:
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the section is there and switched on."""
+    """Return whether the section is there and switched on."""
     return bool(ds_config.get(SECTION, {}).get("enabled", False))
 
 
@@ -168,7 +168,7 @@ def _by_nodes(
 
 
 def _scaled(base: int, max_batch: int) -> int:
-    """The base times the largest highly composite number that keeps it within the maximum."""
+    """Return the base times the largest highly composite number that keeps it within the maximum."""
     if base >= max_batch:
         return base
     return (
@@ -179,7 +179,7 @@ def _scaled(base: int, max_batch: int) -> int:
 def _world_sizes(
     batch: int, micro_batches: Sequence[int], least: int, most: int
 ) -> list[int]:
-    """The numbers of GPUs within the bounds that divide a batch into whole micro-batches, ascending."""
+    """Return the numbers of GPUs within the bounds that divide a batch into whole micro-batches, ascending."""
     found: set[int] = set()
     for parts in (batch // size for size in micro_batches if batch % size == 0):
         found.update(
@@ -191,7 +191,7 @@ def _world_sizes(
 def _micro_batch(
     settings: ElasticSettings, batch: float, world_size: int
 ) -> int | None:
-    """The first micro-batch size that divides the share of a GPU, or the largest; None for none."""
+    """Return the first micro-batch size that divides the share of a GPU, or the largest; None for none."""
     fits = [size for size in settings.micro_batches if batch // world_size % size == 0]
     if not fits:
         return None
@@ -199,7 +199,7 @@ def _micro_batch(
 
 
 def _size_around() -> int:
-    """The world size of the environment. Raises ElasticityConfigError without one."""
+    """Return the world size of the environment. Raises ElasticityConfigError without one."""
     text = os.environ.get("WORLD_SIZE", "")
     if not text.isdigit():
         raise ElasticityConfigError(
@@ -220,7 +220,7 @@ def _check_version(text: str) -> None:
 
 # ------------------------------------------------------------------ reading
 def _settings(ds_config: Mapping[str, Any]) -> ElasticSettings:
-    """The section of a configuration. Raises ElasticityConfigError."""
+    """Return the section of a configuration. Raises ElasticityConfigError."""
     if not isinstance(ds_config, Mapping):
         raise ValueError(
             f"the configuration is {type(ds_config).__name__}: give the dictionary of the JSON file."

@@ -93,7 +93,9 @@ class DataParallelWorld:
         return made[0], made[1]
 
     def connect_apart(self, group: Group, purpose: str) -> Group:
-        """The ranks of a group with a transport of their own (`Mesh.connect_apart`). Collective over all ranks."""
+        """Return the ranks of a group with a transport of their own (`Mesh.connect_apart`). Collective over
+        all ranks.
+        """
         if self.mesh is not None:
             return self.mesh.connect_apart(group, purpose)
         from ...mpu.launch import connect_torch
@@ -108,7 +110,7 @@ class DataParallelWorld:
         return replace(self, expert=expert, expert_part=ep.rank, ep=ep)
 
     def expert_parallel(self) -> Group:
-        """The ranks that hold all experts together, in the order of their parts: those of equal position in
+        """Return the ranks that hold all experts together, in the order of their parts: those of equal position in
         the groups `expert`. Collective over all ranks.
         """
         if self.ep is not None or self.expert is None:
@@ -162,7 +164,7 @@ class DataParallelWorld:
 
 
 def join_world(mpu: Any = None) -> DataParallelWorld:
-    """The groups of `mpu`; see above. Collective over all ranks where groups must be made.
+    """Return the groups of `mpu`; see above. Collective over all ranks where groups must be made.
 
     Raises ConfigError when `mpu` lacks one of the functions or has pipeline stages.
     """
@@ -176,8 +178,8 @@ def join_world(mpu: Any = None) -> DataParallelWorld:
 
 
 def tensor_parallel_group(size: int) -> Group:
-    """The group of this rank among tensor-parallel groups of `size`, made where there are none. Collective over
-    all ranks.
+    """Return the group of this rank among tensor-parallel groups of `size`, made where there are none. Collective
+    over all ranks.
 
     Raises ConfigError where `size` does not divide the ranks, or the mesh has groups of another size.
     """
@@ -198,12 +200,12 @@ def tensor_parallel_group(size: int) -> Group:
 
 
 def adopted_mpu() -> Any | None:
-    """The object with DeepSpeed's functions that `join_world` was given last, None if there was none."""
+    """Return the object with DeepSpeed's functions that `join_world` was given last, None if there was none."""
     return _adopted.get("mpu")
 
 
 def has_process_group() -> bool:
-    """Whether torch.distributed was started or is not needed: there is one rank."""
+    """Return whether torch.distributed was started or is not needed: there is one rank."""
     import torch.distributed as dist
 
     return (
@@ -312,7 +314,7 @@ def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]
 
 
 def group_of(process_group: Any) -> Group:
-    """A data-parallel Group over torch's process group."""
+    """Return a data-parallel Group over torch's process group."""
     import torch.distributed as dist
 
     size = dist.get_world_size(process_group)
@@ -320,7 +322,7 @@ def group_of(process_group: Any) -> Group:
 
 
 def _adopt(axes: str, process_group: Any, size: int, traffic: Traffic) -> Group:
-    """A Group over an existing process group; None is the whole world, as in torch."""
+    """Return a Group over an existing process group; None is the whole world, as in torch."""
     import torch.distributed as dist
 
     if size == 1:

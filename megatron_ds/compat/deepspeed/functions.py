@@ -193,7 +193,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """The item, where all are equal. Raises RuntimeError otherwise."""
+    """Return the item, where all are equal. Raises RuntimeError otherwise."""
     found = set(items)
     if len(found) != 1:
         raise RuntimeError(
@@ -220,7 +220,7 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 
 
 def is_model_parallel_parameter(p: torch.Tensor) -> bool:
-    """Whether the parameter is split over tensor-parallel ranks, by Megatron's attributes."""
+    """Return whether the parameter is split over tensor-parallel ranks, by Megatron's attributes."""
     return bool(
         getattr(p, "model_parallel", False)
         or getattr(p, "tensor_model_parallel", False)
@@ -228,7 +228,7 @@ def is_model_parallel_parameter(p: torch.Tensor) -> bool:
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether the parameter is sharded: by `zero.Init`, or by an engine at stage 3."""
+    """Return whether the parameter is sharded: by `zero.Init`, or by an engine at stage 3."""
     engine = getattr(parameter, "engine", lambda: None)()
     return (
         hasattr(parameter, "partition")
@@ -241,7 +241,9 @@ def is_zero_param(parameter: Any) -> bool:
 def move_to_device(
     item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """The item with its tensors, in lists, tuples and dicts too, on the device; those of the criterion only."""
+    """Return the item with its tensors, in lists, tuples and dicts too, on the device; those of the criterion
+    only.
+    """
     if isinstance(item, torch.Tensor):
         return (
             item.to(device) if criterion_func is None or criterion_func(item) else item
@@ -259,7 +261,7 @@ def copy_to_device(
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """The item with copies of its tensors on the device, which share no memory with other tensors."""
+    """Return the item with copies of its tensors on the device, which share no memory with other tensors."""
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     return _within(item, lambda inner: clone_tensors_for_torch_save(inner, device))
@@ -309,7 +311,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The attribute with a dotted name."""
+    """Return the attribute with a dotted name."""
     return reduce(getattr, module_name.split("."), model)
 
 
@@ -326,17 +328,17 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as text: "f(1, b=2)"."""
+    """Return a call as text: "f(1, b=2)"."""
     return f"{base}({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
 
 
 def noop_decorator(func: Callable) -> Callable:
-    """The function itself."""
+    """Return the function itself."""
     return func
 
 
 def instrument_w_nvtx(func: Callable) -> Callable:
-    """The function itself: torch.profiler records operations without marks."""
+    """Return the function itself: torch.profiler records operations without marks."""
     return func
 
 
@@ -344,7 +346,7 @@ noop_context = nullcontext
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether torch's version is between these."""
+    """Return whether torch's version is between these."""
     version = _numbers(torch.__version__)
     above = min_version is None or version >= _numbers(str(min_version))
     return above and (max_version is None or version <= _numbers(str(max_version)))
@@ -390,22 +392,22 @@ def set_log_level_from_string(
 
 # ---------------------------------------------------------------------- ranks and devices
 def get_local_rank_from_launcher() -> int:
-    """The rank of this process on its machine."""
+    """Return the rank of this process on its machine."""
     return comm.get_local_rank()
 
 
 def get_world_rank_from_launcher() -> int:
-    """The rank of this process."""
+    """Return the rank of this process."""
     return comm.launching.read_launch().rank
 
 
 def get_world_size_from_launcher() -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     return comm.launching.read_launch().world_size
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The global ranks of a process group."""
+    """Return the global ranks of a process group."""
     return comm.get_process_group_ranks(group) if comm.get_world_size() > 1 else [0]
 
 

@@ -100,7 +100,7 @@ def route(
     noise: Noise = None,
     random: Noise = None,
 ) -> Gated:
-    """The experts of T tokens with fp32 logits [T, E]. No communication.
+    """Return the experts of T tokens with fp32 logits [T, E]. No communication.
 
     capacity  of an expert; its `topk` is k
     rule      None: that of k
@@ -138,7 +138,7 @@ def route(
 
 
 def _balance(routing: Routing, choices: int, used: torch.Tensor | None) -> torch.Tensor:
-    """The loss term over the first `choices` of each token; a scalar."""
+    """Return the loss term over the first `choices` of each token; a scalar."""
     tokens, num_experts = routing.scores.shape
     demand = _demand(routing.experts[:, :choices], routing.scores, used)
     total = (routing.scores.sum(0) * demand).sum()
@@ -186,7 +186,7 @@ class GateOptions:
     top2_2nd_expert_sampling: bool
 
     def capacity(self, num_experts: int, training: bool) -> Capacity:
-        """The capacity of the experts of a layer."""
+        """Return the capacity of the experts of a layer."""
         factor = self.capacity_factor if training else self.eval_capacity_factor
         return Capacity(
             factor if self.drop_tokens else None,
@@ -198,7 +198,7 @@ class GateOptions:
         )
 
     def adds_noise(self, training: bool) -> bool:
-        """Whether the choice is that of noisy logits. For k = 2 also in evaluation, as in DeepSpeed."""
+        """Return whether the choice is that of noisy logits. For k = 2 also in evaluation, as in DeepSpeed."""
         return {
             1: self.noisy_gate_policy == "RSample" and training,
             2: self.top2_2nd_expert_sampling,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def get_tensor_model_parallel_group():
-    """The tensor-parallel group as a ProcessGroup."""
+    """Return the tensor-parallel group as a ProcessGroup."""
     return _process_group("tp")
 
 
@@ -41,7 +41,7 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def get_pipeline_model_parallel_group():
-    """The pipeline group as a ProcessGroup."""
+    """Return the pipeline group as a ProcessGroup."""
     return _process_group("pp")
 
 
@@ -85,7 +85,7 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 def is_pipeline_first_stage(
     ignore_virtual: bool = True, vp_stage: int | None = None
 ) -> bool:
-    """Whether this rank holds the model's first stage; with ignore_virtual=False, in chunk `vp_stage`."""
+    """Return whether this rank holds the model's first stage; with ignore_virtual=False, in chunk `vp_stage`."""
     mesh = get_mesh()
     return mesh.is_first_stage if ignore_virtual else _chunk(mesh, vp_stage) == 0
 
@@ -93,7 +93,7 @@ def is_pipeline_first_stage(
 def is_pipeline_last_stage(
     ignore_virtual: bool = True, vp_stage: int | None = None
 ) -> bool:
-    """Whether this rank holds the last stage, which has the loss; ignore_virtual as above."""
+    """Return whether this rank holds the last stage, which has the loss; ignore_virtual as above."""
     mesh = get_mesh()
     return (
         mesh.is_last_stage
@@ -103,7 +103,7 @@ def is_pipeline_last_stage(
 
 
 def get_data_parallel_group(with_context_parallel: bool = False):
-    """The data-parallel group as a ProcessGroup; with_context_parallel: times context parallelism."""
+    """Return the data-parallel group as a ProcessGroup; with_context_parallel: times context parallelism."""
     return _process_group(*_data(with_context_parallel))
 
 
@@ -123,7 +123,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 
 def get_context_parallel_group():
-    """The context-parallel group as a ProcessGroup."""
+    """Return the context-parallel group as a ProcessGroup."""
     return _process_group("cp")
 
 
@@ -143,7 +143,7 @@ def get_context_parallel_global_ranks() -> list[int]:
 
 
 def get_expert_model_parallel_group():
-    """The expert-parallel group as a ProcessGroup."""
+    """Return the expert-parallel group as a ProcessGroup."""
     return _process_group("ep")
 
 
@@ -158,7 +158,7 @@ def get_expert_model_parallel_rank() -> int:
 
 
 def get_expert_data_parallel_group():
-    """The ranks with the same experts as a ProcessGroup."""
+    """Return the ranks with the same experts as a ProcessGroup."""
     return _process_group("edp")
 
 
@@ -173,7 +173,7 @@ def get_expert_data_parallel_rank() -> int:
 
 
 def get_embedding_group():
-    """The ranks of the first and the last stage, which both hold a tied embedding.
+    """Return the ranks of the first and the last stage, which both hold a tied embedding.
 
     Every other rank is alone in its group, and so are all ranks where one rank holds both stages.
     """
@@ -182,7 +182,7 @@ def get_embedding_group():
 
 
 def is_rank_in_embedding_group() -> bool:
-    """Whether this rank holds the first or the last stage."""
+    """Return whether this rank holds the first or the last stage."""
     return get_mesh().is_first_stage or get_mesh().is_last_stage
 
 
@@ -192,7 +192,7 @@ def is_rank_in_embedding_group() -> bool:
 
 
 def get_model_parallel_group():
-    """The group of tensor times pipeline parallelism."""
+    """Return the group of tensor times pipeline parallelism."""
     return _process_group("tp", "pp")
 
 
@@ -233,7 +233,7 @@ def _lone_group():
 
 
 def _chunk(mesh: Mesh, vp_stage: int | None) -> int:
-    """The stage of the model that is this rank's chunk `vp_stage`."""
+    """Return the stage of the model that is this rank's chunk `vp_stage`."""
     stages = mesh.stages
     if vp_stage is None and len(stages) == 1:
         vp_stage = 0

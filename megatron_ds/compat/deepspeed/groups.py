@@ -24,52 +24,52 @@ def _ask(kind: str, what: str, alone: Callable[[], Any]) -> Any:
 
 
 def get_data_parallel_group() -> Any:
-    """The ranks that hold the same part of the model and train on different samples."""
+    """Return the ranks that hold the same part of the model and train on different samples."""
     return _ask("data", "group", comm.get_world_group)
 
 
 def get_data_parallel_world_size() -> int:
-    """The number of data-parallel ranks."""
+    """Return the number of data-parallel ranks."""
     return _ask("data", "world_size", comm.get_world_size)
 
 
 def get_data_parallel_rank() -> int:
-    """The position of this rank among them."""
+    """Return the position of this rank among them."""
     return _ask("data", "rank", comm.get_rank)
 
 
 def get_model_parallel_group() -> Any:
-    """The ranks that hold one copy of the model together."""
+    """Return the ranks that hold one copy of the model together."""
     return _ask("model", "group", _lone)
 
 
 def get_model_parallel_world_size() -> int:
-    """The number of these ranks."""
+    """Return the number of these ranks."""
     return _ask("model", "world_size", lambda: 1)
 
 
 def get_model_parallel_rank() -> int:
-    """The position of this rank among them."""
+    """Return the position of this rank among them."""
     return _ask("model", "rank", lambda: 0)
 
 
 def get_tensor_model_parallel_group() -> Any:
-    """The tensor-parallel ranks."""
+    """Return the tensor-parallel ranks."""
     return _ask("tensor_model", "group", get_model_parallel_group)
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """The number of tensor-parallel ranks."""
+    """Return the number of tensor-parallel ranks."""
     return _ask("tensor_model", "world_size", get_model_parallel_world_size)
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """The position of this rank among them."""
+    """Return the position of this rank among them."""
     return _ask("tensor_model", "rank", get_model_parallel_rank)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first tensor-parallel rank."""
+    """Return the global rank of the first tensor-parallel rank."""
     return _ask(
         "tensor_model",
         "src_rank",
@@ -78,37 +78,37 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def get_expert_parallel_group(group_name: str = "") -> Any:
-    """The ranks that hold all experts together."""
+    """Return the ranks that hold all experts together."""
     return _ask("expert_model", "group", _lone)
 
 
 def get_expert_parallel_world_size(group_name: str = "") -> int:
-    """The number of these ranks."""
+    """Return the number of these ranks."""
     return _ask("expert_model", "world_size", lambda: 1)
 
 
 def get_expert_parallel_rank(group_name: str = "") -> int:
-    """The position of this rank among them."""
+    """Return the position of this rank among them."""
     return _ask("expert_model", "rank", lambda: 0)
 
 
 def get_expert_data_parallel_group(group_name: str = "") -> Any:
-    """The ranks that hold the same experts."""
+    """Return the ranks that hold the same experts."""
     return _ask("expert_data", "group", get_data_parallel_group)
 
 
 def get_expert_data_parallel_world_size(group_name: str = "") -> int:
-    """The number of ranks that hold the same experts."""
+    """Return the number of ranks that hold the same experts."""
     return _ask("expert_data", "world_size", get_data_parallel_world_size)
 
 
 def get_expert_data_parallel_rank(group_name: str = "") -> int:
-    """The position of this rank among them."""
+    """Return the position of this rank among them."""
     return _ask("expert_data", "rank", get_data_parallel_rank)
 
 
 def get_sequence_parallel_group() -> Any:
-    """The ranks that share one sequence. Raises ConfigError where the mpu has none."""
+    """Return the ranks that share one sequence. Raises ConfigError where the mpu has none."""
 
     def refuse() -> None:
         raise ConfigError(
@@ -120,27 +120,27 @@ def get_sequence_parallel_group() -> Any:
 
 
 def get_sequence_parallel_world_size() -> int:
-    """The number of ranks that share one sequence; 1 without sequence parallelism."""
+    """Return the number of ranks that share one sequence; 1 without sequence parallelism."""
     return _ask("sequence", "world_size", lambda: 1)
 
 
 def get_sequence_parallel_rank() -> int:
-    """The position of this rank among them."""
+    """Return the position of this rank among them."""
     return _ask("sequence", "rank", lambda: 0)
 
 
 def get_sequence_data_parallel_group() -> Any:
-    """The ranks over which an engine averages gradients."""
+    """Return the ranks over which an engine averages gradients."""
     return _ask("sequence_data", "group", get_data_parallel_group)
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """The number of these ranks."""
+    """Return the number of these ranks."""
     return _ask("sequence_data", "world_size", get_data_parallel_world_size)
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """The position of this rank among them."""
+    """Return the position of this rank among them."""
     return _ask("sequence_data", "rank", get_data_parallel_rank)
 
 
@@ -150,22 +150,22 @@ def get_world_group() -> Any:
 
 
 def get_world_size() -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     return comm.get_world_size()
 
 
 def get_global_rank() -> int:
-    """The rank of this process."""
+    """Return the rank of this process."""
     return comm.get_rank()
 
 
 def get_broadcast_src_rank() -> int:
-    """The global rank of the first data-parallel rank."""
+    """Return the global rank of the first data-parallel rank."""
     return _first_of(get_data_parallel_group())
 
 
 def get_max_expert_size() -> int:
-    """The number of ranks that hold all experts together."""
+    """Return the number of ranks that hold all experts together."""
     return get_expert_parallel_world_size()
 
 
@@ -212,22 +212,22 @@ def get_expert_parallel_ranks(
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    """The tensor-parallel rank by an mpu of any version of Megatron; 0 without one."""
+    """Return the tensor-parallel rank by an mpu of any version of Megatron; 0 without one."""
     return _old(mpu, "rank", 0)
 
 
 def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
-    """The number of tensor-parallel ranks by an mpu; 1 without one."""
+    """Return the number of tensor-parallel ranks by an mpu; 1 without one."""
     return _old(mpu, "world_size", 1)
 
 
 def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
-    """The tensor-parallel group of an mpu; None without one."""
+    """Return the tensor-parallel group of an mpu; None without one."""
     return _old(mpu, "group", None)
 
 
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
-    """The number of pipeline stages of an mpu; 1 without one."""
+    """Return the number of pipeline stages of an mpu; 1 without one."""
     for name in (
         "get_pipeline_model_parallel_world_size",
         "get_pipe_parallel_world_size",
@@ -238,7 +238,7 @@ def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
 
 
 def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
-    """The pipeline group of an mpu; None without one."""
+    """Return the pipeline group of an mpu; None without one."""
     for name in ("get_pipeline_model_parallel_group", "get_pipe_parallel_group"):
         if hasattr(mpu, name):
             return getattr(mpu, name)()
@@ -254,7 +254,7 @@ def _old(mpu: Any, what: str, alone: Any) -> Any:
 
 
 def _lone() -> Any:
-    """A group of this rank; None without a process group."""
+    """Return a group of this rank; None without a process group."""
     return (
         mpu.get_tensor_model_parallel_group()
         if model_parallel_is_initialized()

@@ -25,7 +25,7 @@ def launch_by(
     world_size: int,
     env: MutableMapping[str, str] = os.environ,
 ) -> Launch:
-    """The launch of this process. Writes into `env` what a launcher would have set.
+    """Return the launch of this process. Writes into `env` what a launcher would have set.
 
     rank, world_size: negative if they were not given. Raises ConfigError for a wrong URL, for numbers that are
     missing, and where the environment has others.

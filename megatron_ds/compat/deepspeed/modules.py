@@ -35,7 +35,7 @@ DOCUMENT = "docs/use/engine.md lists DeepSpeed's names."
 
 
 def find(module: str, name: str) -> Any:
-    """What DeepSpeed has under `name` in `module`, "megatron_ds.utils" or "megatron_ds".
+    """Return what DeepSpeed has under `name` in `module`, "megatron_ds.utils" or "megatron_ds".
 
     Raises AttributeError where this package knows no such name.
     """
@@ -61,7 +61,7 @@ def find(module: str, name: str) -> Any:
 
 
 def load(target: str) -> Any:
-    """The object of a table: "errors:ConfigError" is `megatron_ds.errors.ConfigError`, "=text" the text."""
+    """Return the object of a table: "errors:ConfigError" is `megatron_ds.errors.ConfigError`, "=text" the text."""
     if target.startswith("="):
         return target[1:]
     module, _, name = target.partition(":")
@@ -70,7 +70,7 @@ def load(target: str) -> Any:
 
 
 def canonical(path: str) -> str:
-    """The path of the module whose names are those of DeepSpeed's module `path`."""
+    """Return the path of the module whose names are those of DeepSpeed's module `path`."""
     return SAME.get(path, path)
 
 
@@ -85,12 +85,12 @@ def modules() -> frozenset[str]:
 
 
 def is_module(path: str) -> bool:
-    """Whether DeepSpeed's module exists here, by itself or in a package that is not available."""
+    """Return whether DeepSpeed's module exists here, by itself or in a package that is not available."""
     return path in modules() or _package_not_here(path) is not None
 
 
 def _has_file(module: str, name: str) -> bool:
-    """Whether this package has a module `name` in `module`."""
+    """Return whether this package has a module `name` in `module`."""
     places = getattr(sys.modules.get(module), "__path__", [])
     return (
         importlib.machinery.PathFinder.find_spec(f"{module}.{name}", places) is not None
@@ -98,7 +98,7 @@ def _has_file(module: str, name: str) -> bool:
 
 
 def advice_for(path: str, name: str) -> str | None:
-    """The sentence for a name that is not available; None: this package does not know it."""
+    """Return the sentence for a name that is not available; None: this package does not know it."""
     for names, sentence in ADVICE.get(path, {}).items():
         if name in names.split():
             return sentence
@@ -113,7 +113,7 @@ def _package_not_here(path: str) -> str | None:
 
 
 def names_of(path: str) -> list[str]:
-    """The names in the tables for DeepSpeed's module `path`."""
+    """Return the names in the tables for DeepSpeed's module `path`."""
     of = canonical(path)
     advised = [name for names in ADVICE.get(of, {}) for name in names.split()]
     return sorted({*HERE.get(of, {}), *advised})
@@ -136,7 +136,7 @@ class _Placeholder(type):
 
 @cache
 def placeholder(full_name: str, advice: str) -> type:
-    """A class in place of an object that is not available. Calling it raises ConfigError with the advice."""
+    """Return a class in place of an object that is not available. Calling it raises ConfigError with the advice."""
     text = f"{full_name} is not available here: {advice}"
     return _Placeholder(
         full_name.rpartition(".")[2],
@@ -208,7 +208,7 @@ class NamesFirst(ModuleType):
         super().__setattr__(name, value)
 
     def has_object(self, name: str) -> bool:
-        """Whether `name` is something else than a module."""
+        """Return whether `name` is something else than a module."""
         return not isinstance(vars(self).get(name, self), ModuleType)
 
 
@@ -235,7 +235,7 @@ class FacadeModule(NamesFirst):
         return find(self._real, name)
 
     def has_object(self, name: str) -> bool:
-        """Whether `name` is an object of the tables, or one that is not available."""
+        """Return whether `name` is an object of the tables, or one that is not available."""
         path = self._real.partition(".")[2]
         if name in HERE.get(path, {}):
             return not isinstance(load(HERE[path][name]), ModuleType)

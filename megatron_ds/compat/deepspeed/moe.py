@@ -20,12 +20,12 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether a parameter is one of experts that differ between data-parallel ranks."""
+    """Return whether a parameter is one of experts that differ between data-parallel ranks."""
     return getattr(param, "allreduce", True) is False
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether a parameter group is marked as one of experts."""
+    """Return whether a parameter group is marked as one of experts."""
     return bool(param_group.get("moe", False))
 
 
@@ -42,7 +42,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients of both."""
+    """Return the gradients of both."""
     shared, experts = split_params_into_shared_and_expert_params(group)
     return _gradients(shared), _gradients(experts)
 
@@ -54,7 +54,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Groups, max_group_size: int | None = None
 ) -> list[dict[str, Any]]:
-    """The parameter groups, with those of experts apart and marked `moe`. max_group_size has no effect.
+    """Return the parameter groups, with those of experts apart and marked `moe`. max_group_size has no effect.
 
     Not needed for an engine of this package, which takes groups with experts and others together.
     """

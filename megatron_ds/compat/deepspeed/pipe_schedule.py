@@ -99,7 +99,7 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of each tick."""
+        """Return the instructions of each tick."""
 
     def num_pipe_buffers(self) -> int:
         """Number of micro-batches that the stage holds at a time."""
@@ -144,7 +144,9 @@ class PipeSchedule(ABC):
         return micro_batch % self.num_pipe_buffers()
 
     def _micro_batch(self, tick: int, first: int, every: int) -> int | None:
-        """The micro-batch of a tick, if micro-batch 0 has tick `first` and each next one `every` ticks later."""
+        """Return the micro-batch of a tick, if micro-batch 0 has tick `first` and each next one `every` ticks
+        later.
+        """
         m, rest = divmod(tick - first, every)
         return m if not rest and 0 <= m < self.micro_batches else None
 
@@ -158,7 +160,7 @@ class TrainSchedule(PipeSchedule):
     """1F1B, with the update behind the last backward."""
 
     def num_pipe_buffers(self) -> int:
-        """The micro-batches between a forward and its backward, at least two."""
+        """Return the micro-batches between a forward and its backward, at least two."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def environment_with_name(environ: Mapping[str, str]) -> dict[str, str]:
-    """A copy of the variables with which Python imports this package as `deepspeed`."""
+    """Return a copy of the variables with which Python imports this package as `deepspeed`."""
     given = environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [place for place in given if place and place != str(FOLDER)]
     return {**environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *others])}

@@ -34,7 +34,7 @@ def convert_to_random_ltd(
 
 
 def save_without_random_ltd(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of an engine's module, or of a module, under the names that it has without random-LTD.
+    """Return the state dict of an engine's module, or of a module, under the names that it has without random-LTD.
 
     At stage 3 call it inside of `engine.gathered_parameters()`.
     """
@@ -43,5 +43,5 @@ def save_without_random_ltd(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict that DeepSpeed's converted module has, under the names before the conversion."""
+    """Return a state dict that DeepSpeed's converted module has, under the names before the conversion."""
     return {name.replace(WRAPPER, ""): value for name, value in state_dict.items()}

@@ -26,7 +26,7 @@ class RandomStates:
         self.states_ = {}
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """The states now."""
+        """Return the states now."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
@@ -86,7 +86,7 @@ class _At(AbstractContextManager):
 
 
 def get_state() -> torch.Tensor:
-    """The state of the generator of the GPU; without one, of the CPU."""
+    """Return the state of the generator of the GPU; without one, of the CPU."""
     return (
         torch.cuda.get_rng_state()
         if torch.cuda.is_available()

@@ -140,7 +140,7 @@ class WarmupCosineLR(_Warmup):
         super().__init__(optimizer, rates, last_batch_iteration)
 
     def get_lr_ratio(self) -> float:
-        """The factor of each group's own rate in the next update."""
+        """Return the factor of each group's own rate in the next update."""
         return self._ratio.at(self.last_batch_iteration)
 
 
@@ -239,7 +239,7 @@ def _warmups(
     total: int,
     warmup_style: str,
 ) -> list[DeepSpeedRate]:
-    """A rate for each group. ends: the lowest and the highest; None: each group's own."""
+    """Return a rate for each group. ends: the lowest and the highest; None: each group's own."""
     _check_warmup(warmup, warmup_style)
     lowest = _of_groups(optimizer, ends[0])
     own = [group["lr"] for group in optimizer.param_groups]
@@ -278,7 +278,7 @@ def _check_warmup(steps: int, style: str) -> None:
 
 
 def _of_groups(optimizer: torch.optim.Optimizer, value: Number) -> list[float]:
-    """The value of each group, from one for all, or from a list."""
+    """Return the value of each group, from one for all, or from a list."""
     count = len(optimizer.param_groups)
     values = list(value) if isinstance(value, Sequence) else [value] * count
     if len(values) != count:

@@ -189,7 +189,7 @@ def _forget(module: SparseSelfAttention, _: Any) -> None:
 
 
 def _added(mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """What a mask adds to scores."""
+    """Return what a mask adds to scores."""
     if mode == "add":
         return mask
     hidden = torch.zeros(mask.shape, device=mask.device)

@@ -192,7 +192,7 @@ class _EncoderSelfAttention(BertSparseSelfAttention):
 
 
 def _encoder(model: nn.Module) -> tuple[Any, int]:
-    """The encoder of a model with a head, and its reserved positions. Raises ConfigError for others.
+    """Return the encoder of a model with a head, and its reserved positions. Raises ConfigError for others.
 
     Encoders are of Hugging Face's classes, which are not imported here.
     """

@@ -56,7 +56,7 @@ class SparsityConfig:
     def check_and_propagate_first_head_layout(
         self, layout: torch.Tensor
     ) -> torch.Tensor:
-        """The layout [heads, blocks, blocks], with that of the first head for all unless heads differ."""
+        """Return the layout [heads, blocks, blocks], with that of the first head for all unless heads differ."""
         if not self.different_layout_per_head:
             layout[1:] = layout[0]
         return layout
@@ -122,7 +122,7 @@ class _PatternConfig(SparsityConfig):
                 )
 
     def _draw(self, blocks: int) -> Any:
-        """The random blocks of a row, drawn as DeepSpeed draws them."""
+        """Return the random blocks of a row, drawn as DeepSpeed draws them."""
         drawn: int = getattr(self, "num_random_blocks", 0)
         return lambda head, row, candidates, count: np.array(
             random.sample(range(candidates), drawn), dtype=np.int64
@@ -330,7 +330,7 @@ def _found(provided: Provided[Any]) -> Any:
 
 
 def _direction(attention: str, is_horizontal: bool = False) -> str:
-    """The direction. Raises ConfigError for another word, and where global blocks would see later ones."""
+    """Return the direction. Raises ConfigError for another word, and where global blocks would see later ones."""
     if attention not in (UNI, BI):
         raise ConfigError(f"attention={attention!r}: it is {UNI!r} or {BI!r}.")
     if is_horizontal and attention == UNI:
@@ -359,7 +359,7 @@ def _check_runs(starts: Sequence[int], ends: Sequence[int] | None) -> None:
 
 
 def _runs(config: Any, blocks: int) -> dict[str, Any]:
-    """The runs of global blocks, as fields of `SparseOptions`; those past the last block are empty."""
+    """Return the runs of global blocks, as fields of `SparseOptions`; those past the last block are empty."""
     starts = config.global_block_indices
     ends = config.global_block_end_indices
     if ends is None:

@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient in fp32; None where there is none yet, or the parameter is frozen.
+    """Return the whole gradient in fp32; None where there is none yet, or the parameter is frozen.
 
     Where ranks hold whole gradients it is a view: between micro-batches the sum of this rank so far.
     """
@@ -58,7 +58,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole weight in fp32: the master of a 16-bit parameter. None of a frozen one."""
+    """Return the whole weight in fp32: the master of a 16-bit parameter. None of a frozen one."""
     engine = _engine_of(param)
     if engine is None or not engine.gradients.is_trained(param):
         return None
@@ -74,7 +74,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_full_optimizer_state(
     param: nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
-    """The whole state of the optimizer under a name such as "exp_avg"; None of a frozen parameter.
+    """Return the whole state of the optimizer under a name such as "exp_avg"; None of a frozen parameter.
 
     Raises ConfigError for another name.
     """
@@ -93,7 +93,7 @@ def safe_set_full_optimizer_state(
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The part of the gradient that this rank keeps, flat and in fp32 (engine/local_parts.py)."""
+    """Return the part of the gradient that this rank keeps, flat and in fp32 (engine/local_parts.py)."""
     engine = _engine_of(param)
     return None if engine is None else local_parts.local_gradient(engine, param)
 

@@ -98,7 +98,7 @@ class TiledLinear(nn.Module):
         )
 
     def _outputs(self, x: Any) -> list[list[Any]]:
-        """The outputs of the tiles, row by row."""
+        """Return the outputs of the tiles, row by row."""
         parts = x
         if not self.input_is_already_split:
             parts = x.split(_sizes(self.in_parts), dim=-1)
@@ -127,7 +127,7 @@ def split_tensor_along_last_dim(
     partitions: Sequence[int],
     contiguous_split_chunks: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """The parts of a tensor between bounds of its last dimension."""
+    """Return the parts of a tensor between bounds of its last dimension."""
     parts = tensor.split(_sizes(partitions), dim=-1)
     return tuple(p.contiguous() for p in parts) if contiguous_split_chunks else parts
 

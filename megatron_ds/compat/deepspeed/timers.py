@@ -39,7 +39,7 @@ class DeviceTimer:
         self.started_ = False
 
     def elapsed(self, reset: bool = True) -> float:
-        """The total."""
+        """Return the total."""
         running = self.started_
         if running:
             self.stop()
@@ -51,7 +51,7 @@ class DeviceTimer:
         return total
 
     def mean(self) -> float:
-        """The mean of the recorded measurements."""
+        """Return the mean of the recorded measurements."""
         return sum(self._records) / len(self._records) if self._records else 0.0
 
 
@@ -89,7 +89,7 @@ class SynchronizedWallClockTimer:
     def get_mean(
         self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
     ) -> dict[str, float]:
-        """The means of the recorded measurements of these timers."""
+        """Return the means of the recorded measurements of these timers."""
         return {
             name: self.timers[name].mean() / normalizer
             for name in names

@@ -37,11 +37,11 @@ class ProcessTopology:
         self._places = list(self.mapping)
 
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self.mapping)
 
     def get_rank(self, **coordinates: int) -> int:
-        """The rank at a place. Raises ConfigError unless there is one value for each axis, in its range."""
+        """Return the rank at a place. Raises ConfigError unless there is one value for each axis, in its range."""
         if set(coordinates) == set(self.axes):
             place = self.ProcessCoord(**coordinates)
             if place in self.mapping:
@@ -52,19 +52,19 @@ class ProcessTopology:
         )
 
     def get_coord(self, rank: int) -> Any:
-        """The place of a rank."""
+        """Return the place of a rank."""
         return self._places[rank]
 
     def get_axis_names(self) -> list[str]:
-        """The axes, the slowest first."""
+        """Return the axes, the slowest first."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 for one that the grid has not."""
+        """Return the size of an axis; 0 for one that the grid has not."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def filter_match(self, **coordinates: int) -> list[int]:
-        """The ranks at these values of some axes, in ascending order."""
+        """Return the ranks at these values of some axes, in ascending order."""
         wanted = coordinates.items()
         return [
             rank
@@ -73,11 +73,11 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at one value of an axis."""
+        """Return the ranks at one value of an axis."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups along an axis, which have equal values of all others; [] for an axis it has not."""
+        """Return the groups along an axis, which have equal values of all others; [] for an axis it has not."""
         if axis not in self.axes:
             return []
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -93,7 +93,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """The place of a rank as a part of a file's name: "model_01"."""
+        """Return the place of a rank as a part of a file's name: "model_01"."""
         place = self._places[rank]
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(

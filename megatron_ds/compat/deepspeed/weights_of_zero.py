@@ -16,7 +16,7 @@ from megatron_ds.compat.deepspeed.zero_to_fp32 import (
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of the command. Raises ConfigError."""
+    """Return the flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("checkpoint_dir", help="the save_dir of engine.save_checkpoint")

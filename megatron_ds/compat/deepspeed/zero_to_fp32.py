@@ -68,7 +68,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike, tag: str | None = None
 ) -> nn.Module:
-    """The model, on the CPU, with weights and buffers of a checkpoint. RuntimeError if of another module."""
+    """Return the model, on the CPU, with weights and buffers of a checkpoint. RuntimeError if of another module."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     first: dict[int, str] = {}
@@ -120,7 +120,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def bytes_of(size: str | int) -> int:
-    """A size in bytes: 5000000000 for "5GB". Raises ConfigError."""
+    """Return a size in bytes: 5000000000 for "5GB". Raises ConfigError."""
     text = str(size).strip().upper()
     unit = next((unit for unit in UNITS if text.endswith(unit)), None)
     number = text.removesuffix(unit) if unit else text
@@ -197,7 +197,7 @@ class _Weights:
         return {entry.name: found[entry.name] for entry in entries}
 
     def read_all(self, entries: Sequence[TensorEntry]) -> Iterator[torch.Tensor]:
-        """The tensors of `entries`, each read when the iterator reaches it."""
+        """Return the tensors of `entries`, each read when the iterator reaches it."""
         return (self._stored.read(self._entry_of[entry.name]) for entry in entries)
 
 

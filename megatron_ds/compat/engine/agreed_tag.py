@@ -29,7 +29,7 @@ def tag_rule(name: str, block: Mapping[str, Any]) -> str:
 
 
 def agreed_tag(tag: str | None, config: Mapping[str, Any], world: Group) -> str | None:
-    """The tag under which all ranks save; None: that of the step. Collective over `world`.
+    """Return the tag under which all ranks save; None: that of the step. Collective over `world`.
 
     Raises ArgumentError on all ranks where their tags differ and the config asks for an error.
     """

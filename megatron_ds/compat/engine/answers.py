@@ -30,20 +30,20 @@ class EngineAnswers(nn.Module):
     _last: StepResult | None
 
     def optimizer_name(self) -> str | None:
-        """The type of the JSON's optimizer, in lower case; None without one."""
+        """Return the type of the JSON's optimizer, in lower case; None without one."""
         kind = self.config.get("optimizer", {}).get("type")
         return None if kind is None else kind.lower()
 
     def optimizer_params(self) -> Mapping[str, Any]:
-        """The parameters of the JSON's optimizer."""
+        """Return the parameters of the JSON's optimizer."""
         return self.config.get("optimizer", {}).get("params", {})
 
     def scheduler_name(self) -> str | None:
-        """The type of the JSON's scheduler; None without one."""
+        """Return the type of the JSON's scheduler; None without one."""
         return self.config.get("scheduler", {}).get("type")
 
     def scheduler_params(self) -> Mapping[str, Any]:
-        """The parameters of the JSON's scheduler."""
+        """Return the parameters of the JSON's scheduler."""
         return self.config.get("scheduler", {}).get("params", {})
 
     def _copy_recovery_script(self, save_path: str | os.PathLike) -> None:
@@ -51,15 +51,15 @@ class EngineAnswers(nn.Module):
         Path(save_path, "zero_to_fp32.py").write_text(RECOVERY)
 
     def log_level(self) -> str | None:
-        """The JSON's level of the package's lines; None without one."""
+        """Return the JSON's level of the package's lines; None without one."""
         return self.config.get("log_level")
 
     def dataloader_drop_last(self) -> bool:
-        """Whether loaders leave out a last batch that is not full."""
+        """Return whether loaders leave out a last batch that is not full."""
         return bool(self.config.get("dataloader_drop_last", False))
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether the JSON asks for whole weights in saved models; `save_16bit_model` always gathers them."""
+        """Return whether the JSON asks for whole weights in saved models; `save_16bit_model` always gathers them."""
         block = self._zero_block()
         return bool(
             block.get(
@@ -69,43 +69,43 @@ class EngineAnswers(nn.Module):
         )
 
     def zero_offload_optimizer(self) -> Mapping[str, Any] | None:
-        """The JSON's block "offload_optimizer"."""
+        """Return the JSON's block "offload_optimizer"."""
         return self._zero_block().get("offload_optimizer")
 
     def zero_offload_param(self) -> Mapping[str, Any] | None:
-        """The JSON's block "offload_param"."""
+        """Return the JSON's block "offload_param"."""
         return self._zero_block().get("offload_param")
 
     def zero_cpu_offload(self) -> bool:
-        """Whether the optimizer's state is in host memory."""
+        """Return whether the optimizer's state is in host memory."""
         return (self.zero_offload_optimizer() or {}).get("device") == "cpu"
 
     zero_use_cpu_optimizer = zero_cpu_offload
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
+        """Return whether gradients are sharded."""
         return self._zero_block().get("stage", 0) >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether weights are sharded."""
+        """Return whether weights are sharded."""
         return self._zero_block().get("stage", 0) >= 3
 
     def fp16_auto_cast(self) -> bool:
-        """Whether inputs of the module are cast to fp16."""
+        """Return whether inputs of the module are cast to fp16."""
         return bool(self.config.get("fp16", {}).get("auto_cast", False))
 
     def get_data_parallel_rank(self) -> int:
-        """The position of this rank among the data-parallel ranks."""
+        """Return the position of this rank among the data-parallel ranks."""
         return self.world.data.rank
 
     def get_model_parallel_rank(self) -> int:
-        """The position of this rank among those that hold one copy of the model."""
+        """Return the position of this rank among those that hold one copy of the model."""
         return self.world.model.rank
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the weights: it was at a boundary and was not skipped."""
+        """Return whether the last `step()` changed the weights: it was at a boundary and was not skipped."""
         return (
             self._last is not None and not self.has_gradients and not self._last.skipped
         )

@@ -81,7 +81,7 @@ class AutotuningTrial:
 
 
 def trial_of(name: str, block: Mapping[str, Any]) -> AutotuningTrial:
-    """The trial of a JSON. Raises ConfigError for wrong numbers of steps."""
+    """Return the trial of a JSON. Raises ConfigError for wrong numbers of steps."""
     found = block.get(BLOCK)
     found = found if isinstance(found, Mapping) else {}
     path = found.get("metric_path") if found.get("enabled") is True else None
@@ -101,14 +101,14 @@ def _wait(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> int:
-    """The most bytes so far, of the device or of this process."""
+    """Return the most bytes so far, of the device or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _whole(device: torch.device) -> int:
-    """The bytes of the device, or of this machine."""
+    """Return the bytes of the device, or of this machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -52,7 +52,7 @@ class Backwards:
         self._contributions = self._count()
 
     def has_foreign_gradients(self) -> bool:
-        """Whether losses of other engines have added gradients since the update began."""
+        """Return whether losses of other engines have added gradients since the update began."""
         return self._is_mixed or self._count() != self._contributions
 
     def run(self, loss: torch.Tensor, retain_graph: bool) -> None:
@@ -80,7 +80,7 @@ class Backwards:
         self._finish(completes)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale; the next loss.backward() is that of a scaled loss."""
+        """Return the loss times the loss scale; the next loss.backward() is that of a scaled loss."""
         self._is_scaled = True
         return loss * self._engine.zero.loss_scale
 

@@ -24,7 +24,7 @@ LAYERS = (
 def collective(
     method: Callable[Concatenate[Any, Given], Result],
 ) -> Callable[Concatenate[Any, Given], Result]:
-    """The method of an engine, with its name in errors of collectives."""
+    """Return the method of an engine, with its name in errors of collectives."""
 
     @wraps(method)
     def call(engine: Any, *args: Given.args, **kwargs: Given.kwargs) -> Result:

@@ -127,7 +127,7 @@ def _check_can_save(engine: EngineStatus, save_dir: str | os.PathLike) -> None:
 
 
 def _saved_pieces(engine: EngineStatus, left_out: Sequence[str]) -> list[Piece]:
-    """The optimizer's pieces, buffers, and what routers remember. left_out: names of parameters"""
+    """Return the optimizer's pieces, buffers, and what routers remember. left_out: names of parameters"""
     pieces = [
         piece
         for piece in engine.optimizer.pieces(saving=True)
@@ -138,7 +138,7 @@ def _saved_pieces(engine: EngineStatus, left_out: Sequence[str]) -> list[Piece]:
 
 
 def _run_values(engine: EngineStatus, left_out: Sequence[str]) -> dict[str, Any]:
-    """What run.json has, but for the program's values."""
+    """Return what run.json has, but for the program's values."""
     names = {"left_out": left_out, "shared": _other_names(engine)}
     return {
         "version": __version__,
@@ -245,7 +245,7 @@ def _found(
 def _loaded_pieces(
     engine: EngineStatus, run: Mapping[str, Any], without_weights: bool
 ) -> list[Piece]:
-    """The pieces of this engine that a checkpoint with the values `run` fills. without_weights: nor buffers"""
+    """Return the pieces of this engine that a checkpoint with the values `run` fills. without_weights: nor buffers"""
     state = engine.optimizer.pieces(saved=run["optimizer"])
     pieces = [*state, *_buffers(engine), *engine.step_state.pieces()]
     if without_weights:
@@ -263,7 +263,7 @@ def _restore_progress(
 
 
 def _client_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The program's state in run.json: as it is where JSON has the same values, else with their types."""
+    """Return the program's state in run.json: as it is where JSON has the same values, else with their types."""
     typed = plain(dict(state), CLIENT)
     if all(type(key) is str and _is_json(value) for key, value in state.items()):
         return {CLIENT: dict(state)}
@@ -271,7 +271,7 @@ def _client_values(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON gives back a value that `plain` accepts."""
+    """Return whether JSON gives back a value that `plain` accepts."""
     if type(value) is dict:
         return all(type(key) is str and _is_json(item) for key, item in value.items())
     return all(map(_is_json, value)) if type(value) is list else plain(value) is value
@@ -280,7 +280,7 @@ def _is_json(value: Any) -> bool:
 def _present(
     engine: EngineStatus, pieces: list[Piece], folder: Path, step: int
 ) -> list[Piece]:
-    """The pieces whose tensors the checkpoint has. Collective; rank 0 reports the others."""
+    """Return the pieces whose tensors the checkpoint has. Collective; rank 0 reports the others."""
 
     def names() -> set[str]:
         stored = StoredTensors(
@@ -319,7 +319,7 @@ def _load_by(
 def _state_dict_of(
     engine: EngineStatus, folder: Path, step: int
 ) -> dict[str, torch.Tensor]:
-    """The saved weights, in the formats of the module's, and buffers, under all names of the module."""
+    """Return the saved weights, in the formats of the module's, and buffers, under all names of the module."""
     stored = StoredTensors(folder, step, (WEIGHT, BUFFER))
     dtypes = {spec_of(p).name: p.dtype for p in engine.module.parameters()}
     state = {
@@ -458,7 +458,7 @@ def _buffers(engine: EngineStatus) -> list[ParameterPiece]:
 
 
 def loop_state(engine: EngineStatus) -> dict[str, Any]:
-    """The state of the loop as JSON. Raises ConfigError where the scheduler's state has no plain form."""
+    """Return the state of the loop as JSON. Raises ConfigError where the scheduler's state has no plain form."""
     changed = [
         {
             key: _number(group[key])
@@ -480,7 +480,7 @@ def loop_state(engine: EngineStatus) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A learning rate that is a tensor as a number."""
+    """Return a learning rate that is a tensor as a number."""
     return (
         value.item()
         if isinstance(value, torch.Tensor) and value.numel() == 1

@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def default_tag(step: int) -> str:
-    """The tag of a checkpoint that is saved without one, as in DeepSpeed."""
+    """Return the tag of a checkpoint that is saved without one, as in DeepSpeed."""
     return f"global_step{step}"
 
 
 def folder_of(directory: str | os.PathLike, tag: str | None) -> Path:
-    """The folder with the checkpoint of a tag. Raises ConfigError for a tag that cannot name a folder."""
+    """Return the folder with the checkpoint of a tag. Raises ConfigError for a tag that cannot name a folder."""
     if tag and (os.path.basename(tag) != tag or tag in (".", "..", LATEST)):
         raise ConfigError(
             f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - "
@@ -75,7 +75,7 @@ def place_of(directory: str | os.PathLike, tag: str | None) -> tuple[Path, int |
 
 
 def step_in_directory(directory: str | os.PathLike, tag: str | None) -> int | None:
-    """The step that a tag without a folder names; None for any other tag."""
+    """Return the step that a tag without a folder names; None for any other tag."""
     # The whole tag: it has no separators of paths.
     match = DEFAULT_TAG.fullmatch(tag or "")
     if match is None or steps_in(folder_of(directory, tag)):
@@ -96,7 +96,7 @@ def _complete(directory: Path, step: int) -> int:
 
 
 def last_folder(directory: str | os.PathLike) -> Path:
-    """The folder of the checkpoint that was saved last; `directory` itself where there is none."""
+    """Return the folder of the checkpoint that was saved last; `directory` itself where there is none."""
     tag = last_tag(directory)
     return (
         Path(directory)
@@ -106,7 +106,7 @@ def last_folder(directory: str | os.PathLike) -> Path:
 
 
 def last_tag(directory: str | os.PathLike) -> str | None:
-    """The tag of the last checkpoint; None where it has none."""
+    """Return the tag of the last checkpoint; None where it has none."""
     try:
         return (
             read_regular(Path(directory) / LATEST).decode(errors="replace").strip()

@@ -39,7 +39,7 @@ ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 def client_optimizers(
     client: torch.optim.Optimizer, *, offloaded: bool
 ) -> InnerOptimizers:
-    """The user's, as inner optimizers. Raises ConfigError if it cannot be sharded, or has made updates."""
+    """Return the user's, as inner optimizers. Raises ConfigError if it cannot be sharded, or has made updates."""
     # Updates before sharding would be lost.
     name = type(client).__name__
     if any(float(state.get("step") or 0) for state in client.state.values()):
@@ -80,7 +80,7 @@ def twin_of(
     initial: dict[torch.Tensor, dict] | None = None,
     restarts: bool = False,
 ) -> torch.optim.Optimizer:
-    """An optimizer like `client`, on other parameters, with a state of its own that begins with `initial`."""
+    """Return an optimizer like `client`, on other parameters, with a state of its own that begins with `initial`."""
     # The arguments of its class's `__init__` are not known here.
     twin = object.__new__(type(client))
     attributes = client.__dict__.items()
@@ -110,7 +110,7 @@ def twin_of(
 
 
 def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
-    """The trial: whether the optimizer begins with another state than zeros.
+    """Return the trial: whether the optimizer begins with another state than zeros.
 
     It runs on the device of the parameters with the numbers of the first group, whose learning rate is
     replaced where it is 0. Raises ConfigError where the optimizer cannot be sharded.
@@ -165,7 +165,7 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
 
 
 def _numbers(client: torch.optim.Optimizer) -> str:
-    """The numbers of the first group, for messages."""
+    """Return the numbers of the first group, for messages."""
     return ", ".join(
         f"{key} {number}"
         for key, number in client.param_groups[0].items()
@@ -174,7 +174,7 @@ def _numbers(client: torch.optim.Optimizer) -> str:
 
 
 def _odd_states(states: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names of states that have not one element for each of the tensor."""
+    """Return the names of states that have not one element for each of the tensor."""
     is_long = lambda state: (
         state is None or torch.is_tensor(state) and state.numel() == SHAPE[0] * SHAPE[1]
     )
@@ -227,7 +227,7 @@ def _create_zeros(
 
 
 def _fresh_state(client: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Any]:
-    """The state that the client's class gives a parameter at once, taken from a new instance."""
+    """Return the state that the client's class gives a parameter at once, taken from a new instance."""
     known = inspect.signature(type(client).__init__).parameters.keys() - {
         "self",
         "params",
@@ -239,7 +239,7 @@ def _fresh_state(client: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, An
 
 
 def _part(state: dict[str, Any], tensor: LeafTensor) -> dict[str, Any]:
-    """The part of a whole parameter's state for the master `tensor` of one piece; padding gets zeros."""
+    """Return the part of a whole parameter's state for the master `tensor` of one piece; padding gets zeros."""
     piece = tensor.piece
     result = {}
     for key, value in state.items():

@@ -40,7 +40,7 @@ def recorded_call(
     async_op: bool,
     begin: Callable[[], Any],
 ) -> Any:
-    """A collective that a program calls itself, recorded as one of the group "program".
+    """Return a collective that a program calls itself, recorded as one of the group "program".
 
     ranks      of its group; none where this one is not in it
     num_bytes  payload, as of `LoggedMessage`

@@ -40,7 +40,7 @@ class CurriculumLength:
     difficulty: Difficulty | None = None
 
     def arguments(self, updates: int, is_training: bool) -> dict[str, int]:
-        """The keywords that a forward gets. updates: before it."""
+        """Return the keywords that a forward gets. updates: before it."""
         if self.difficulty is None or not is_training:
             return {}
         return {ARGUMENT: self.difficulty.at(updates + 1)}
@@ -49,7 +49,7 @@ class CurriculumLength:
 def curriculum_length(
     name: str, block: Mapping[str, Any], module: nn.Module
 ) -> CurriculumLength:
-    """The length that a JSON asks for, where the module takes it. Raises ConfigError for a wrong block."""
+    """Return the length that a JSON asks for, where the module takes it. Raises ConfigError for a wrong block."""
     # Whether the block is there and enabled, and the module takes a length.
     found = block.get(BLOCK)
     if not isinstance(found, Mapping) or found.get("enabled") is not True:
@@ -76,7 +76,7 @@ def curriculum_length(
 
 
 def takes_length(module: nn.Module) -> bool:
-    """Whether the forward of a module, compiled or not, accepts `curriculum_seqlen`."""
+    """Return whether the forward of a module, compiled or not, accepts `curriculum_seqlen`."""
     forward = getattr(module, "_orig_mod", module).forward
     parameters = inspect.signature(forward).parameters
     takes_any = any(

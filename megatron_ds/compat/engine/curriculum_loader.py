@@ -73,7 +73,7 @@ class CurriculumBatches:
         self._consumed += samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the program is; "current_difficulties" are those of its last micro-batch."""
+        """Return where the program is; "current_difficulties" are those of its last micro-batch."""
         return {
             "consumed_samples": self._consumed,
             "curriculum_step": self._step,
@@ -138,7 +138,7 @@ class CurriculumLoader:
         return self
 
     def __next__(self) -> Any:
-        """The next micro-batch of the last iteration that was begun."""
+        """Return the next micro-batch of the last iteration that was begun."""
         if self._iteration is None:
             self._iteration = iter(self.dataloader)
         batch = next(self._iteration)
@@ -161,7 +161,7 @@ def curriculum_loader(
     collate_fn: Callable[[list], Any] | None,
     **options: Any,
 ) -> CurriculumLoader:
-    """The loader of a `DataEfficiency` with metrics.
+    """Return the loader of a `DataEfficiency` with metrics.
 
     sizes: (samples of a micro-batch on a rank, micro-batches of an update)
     Raises ConfigError for a dataset without a length and for wrong metrics, DataError for index files of other

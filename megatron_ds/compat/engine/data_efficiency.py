@@ -72,7 +72,7 @@ class DataEfficiency:
 
 
 def data_efficiency_of(name: str, block: Mapping[str, Any]) -> DataEfficiency:
-    """The values of a JSON. name: of it in messages. Raises ConfigError for unknown keys and wrong values.
+    """Return the values of a JSON. name: of it in messages. Raises ConfigError for unknown keys and wrong values.
 
     A block counts where it and the blocks around it are enabled, as in DeepSpeed.
     """
@@ -163,7 +163,7 @@ def set_custom_curriculum_learning_schedule(
 
 
 def data_efficiency_state(engine: Any) -> dict[str, Any]:
-    """What a checkpoint keeps: the position in the samples and the schedule of random-LTD."""
+    """Return what a checkpoint keeps: the position in the samples and the schedule of random-LTD."""
     state = {}
     if isinstance(engine.training_dataloader, CurriculumLoader):
         state["data_sampler"] = engine.training_dataloader.data_sampler.state_dict()

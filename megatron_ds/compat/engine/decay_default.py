@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_decay_default(block: Mapping[str, Any]) -> dict[str, Any]:
-    """The block with the default written out, and a warning where the optimizer has another rate."""
+    """Return the block with the default written out, and a warning where the optimizer has another rate."""
     scheduler = block.get("scheduler")
     if not isinstance(scheduler, Mapping) or scheduler.get("type") != KIND:
         return dict(block)

@@ -33,7 +33,7 @@ from .status import EngineStatus
 
 
 def deepspeed_folder(load_dir: str | os.PathLike, tag: str | None) -> Path | None:
-    """The folder of the checkpoint of a tag, or of the last one, if DeepSpeed wrote it; else None.
+    """Return the folder of the checkpoint of a tag, or of the last one, if DeepSpeed wrote it; else None.
 
     An engine here may save beside the folders of DeepSpeed, or into one of them. `latest`, which both write,
     names the last checkpoint; an empty one means the steps in `load_dir` itself. A folder that has steps of
@@ -112,7 +112,7 @@ def fill_from_deepspeed(
 
 
 def with_aliases(raw: RawCheckpoint) -> Tensors:
-    """The tensors, with a shared parameter under each of its names."""
+    """Return the tensors, with a shared parameter under each of its names."""
     shared = raw.settings["shared"]
     return {
         kind: {
@@ -173,6 +173,6 @@ def restore_counters(engine: EngineStatus, raw: RawCheckpoint) -> Mapping[str, A
 
 
 def client_state(raw: RawCheckpoint) -> dict[str, Any]:
-    """What the program gave to DeepSpeed's save_checkpoint, as plain values."""
+    """Return what the program gave to DeepSpeed's save_checkpoint, as plain values."""
     args = raw.settings.get("args")
     return {**raw.settings["client_state"], **({"args": args} if args else {})}

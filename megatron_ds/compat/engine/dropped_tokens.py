@@ -93,7 +93,7 @@ class RandomLTDSchedule:
         return self.consumed_layer_tokens
 
     def state_dict(self) -> dict[str, int]:
-        """The state under DeepSpeed's names."""
+        """Return the state under DeepSpeed's names."""
         return {
             "consumed_layer_tokens": self.consumed_layer_tokens,
             "current_steps": self.current_steps,
@@ -162,7 +162,7 @@ class DroppedTokens:
         return args, kwargs | {HIDDEN: part}
 
     def _part(self, name: str, value: Any, index: torch.Tensor, length: int) -> Any:
-        """An argument for the kept tokens, by its name in the layer's forward.
+        """Return an argument for the kept tokens, by its name in the layer's forward.
 
         value   of all tokens, or anything that is not of tokens
         index   int64 [b, k], the kept ones
@@ -231,7 +231,7 @@ def random_ltd_initialize(engine: Any, layers: Sequence[nn.Module]) -> None:
 
 
 def schedule_of(wish: Any, global_batch_size: int) -> RandomLTDSchedule | None:
-    """The schedule of a `DataEfficiency`; None without random-LTD."""
+    """Return the schedule of a `DataEfficiency`; None without random-LTD."""
     if wish.random_ltd is None:
         return None
     return RandomLTDSchedule(wish.random_ltd, global_batch_size)
@@ -240,7 +240,7 @@ def schedule_of(wish: Any, global_batch_size: int) -> RandomLTDSchedule | None:
 def _of_channels(
     index: torch.Tensor, whole: torch.Tensor, positions: int
 ) -> torch.Tensor:
-    """The index [b, k] for `gather` of hidden states [b, s, h], or [s, b, h]."""
+    """Return the index [b, k] for `gather` of hidden states [b, s, h], or [s, b, h]."""
     index = index if positions == 1 else index.t()
     for _ in whole.shape[2:]:
         index = index.unsqueeze(-1)
@@ -248,7 +248,7 @@ def _of_channels(
 
 
 def _rows(name: str, value: Any, index: torch.Tensor, length: int) -> Any:
-    """The rows [b, k, …] of the chosen tokens, of a tensor [b or 1, s, …] or of several."""
+    """Return the rows [b, k, …] of the chosen tokens, of a tensor [b or 1, s, …] or of several."""
     if isinstance(value, tuple | list):
         return tuple(_rows(name, each, index, length) for each in value)
     batch = len(index)
@@ -263,7 +263,9 @@ def _rows(name: str, value: Any, index: torch.Tensor, length: int) -> Any:
 
 
 def _masked(mask: Any, index: torch.Tensor, length: int) -> torch.Tensor:
-    """A mask of the chosen tokens, by all dimensions that have the length: [b, s], [b or 1, n or 1, s or 1, s]."""
+    """Return a mask of the chosen tokens, by all dimensions that have the length: [b, s], [b or 1, n or 1, s
+    or 1, s].
+    """
     if not isinstance(mask, torch.Tensor):
         raise ConfigError(
             f"random-LTD: the mask of a layer is {type(mask).__name__}, of which no tokens can be chosen. Use an "
@@ -286,7 +288,7 @@ def _masked(mask: Any, index: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _rise_of(block: Mapping[str, Any]) -> Any:
-    """The number of tokens as a function of the update. Raises ConfigError for a wrong schedule."""
+    """Return the number of tokens as a function of the update. Raises ConfigError for a wrong schedule."""
     schedule = block.get("random_ltd_schedule")
     if not isinstance(schedule, Mapping):
         raise ConfigError(f'{WHERE}.random_ltd_schedule" is missing: give a block.')

@@ -52,7 +52,7 @@ class Engine(EngineStatus):
     # ------------------------------------------------------------------ training
     @collective
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Collective over the data-parallel ranks at stage 3.
+        """Return the module's forward. Collective over the data-parallel ranks at stage 3.
 
         "curriculum_learning" of the config adds `curriculum_seqlen` to the arguments while the engine trains.
         """
@@ -103,7 +103,7 @@ class Engine(EngineStatus):
         return loss if microbatches == 1 else loss / microbatches
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, for `engine.scale(loss).backward()`, which fp16 needs."""
+        """Return the loss times the loss scale, for `engine.scale(loss).backward()`, which fp16 needs."""
         self._check(loss)
         return self.backwards.scaled(loss)
 
@@ -184,7 +184,7 @@ class Engine(EngineStatus):
         self._begin_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its update, so that the next `step()` updates."""
+        """Return whether the current micro-batch is the last of its update, so that the next `step()` updates."""
         if self._forced_boundary is not None:
             return self._forced_boundary
         return self._microbatch + 1 >= self._accumulation_steps
@@ -225,7 +225,7 @@ class Engine(EngineStatus):
         collate_fn: Callable[[list], Any] | None = None,
         num_local_io_workers: int = 0,
     ) -> EngineLoader | CurriculumLoader:
-        """A loader of this rank's micro-batches of `dataset`, an `EngineLoader`.
+        """Return a loader of this rank's micro-batches of `dataset`, an `EngineLoader`.
 
         With a curriculum over samples in the config, it is a `CurriculumLoader` of micro-batches for training,
         unless `batch_size`, a sampler or another route than "train" is given.
@@ -274,7 +274,7 @@ class Engine(EngineStatus):
     def state_dict(  # type: ignore[override]  # torch's overloads add no argument
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """The module's; at stage 3 inside of `gathered_parameters()` only. See `full_state_dict`."""
+        """Return the module's; at stage 3 inside of `gathered_parameters()` only. See `full_state_dict`."""
         if self.gathering and not self.gathering.is_whole:
             raise ConfigError(
                 "engine.state_dict() at ZeRO stage 3: no rank holds whole parameters. Use "
@@ -427,7 +427,7 @@ def show(line: str) -> None:
 
 
 def _in_fp16(value: Any) -> Any:
-    """The value with all floating-point tensors in its tuples, lists and dicts cast to fp16."""
+    """Return the value with all floating-point tensors in its tuples, lists and dicts cast to fp16."""
     if isinstance(value, torch.Tensor):
         return value.half() if value.is_floating_point() else value
     if isinstance(value, Mapping):

@@ -29,7 +29,7 @@ def expert_layers(module: nn.Module) -> Iterator[tuple[str, MoE]]:
 
 
 def with_expert_ranks(module: nn.Module, world: DataParallelWorld) -> DataParallelWorld:
-    """The world with the expert-parallel groups of the module's layers, where the mpu has none: as in
+    """Return the world with the expert-parallel groups of the module's layers, where the mpu has none: as in
     DeepSpeed, runs of ep_size consecutive data-parallel ranks.
 
     Collective over all ranks. Raises ConfigError, on all ranks, for sizes that the ranks do not allow.

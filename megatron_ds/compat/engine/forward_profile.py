@@ -45,7 +45,7 @@ TYPES: Mapping[Any, tuple[type, ...]] = {
 
 
 def profile_wish(name: str, block: Mapping[str, Any]) -> ProfileWish:
-    """The wish in a JSON. Raises ConfigError for an unknown key, and for a value of another type."""
+    """Return the wish in a JSON. Raises ConfigError for an unknown key, and for a value of another type."""
     given = block.get(BLOCK, {})
     if not isinstance(given, Mapping):
         raise ConfigError(

@@ -11,7 +11,7 @@ KEY = "gradient_allreduce_op"
 
 
 def sums_gradients(name: str, block: Mapping[str, Any]) -> bool:
-    """Whether gradients are summed over the ranks. Raises ConfigError for a value that is no operation.
+    """Return whether gradients are summed over the ranks. Raises ConfigError for a value that is no operation.
 
     name: of the config, for messages
     """

@@ -146,7 +146,7 @@ class Gradients:
 
     # ------------------------------------------------------------------ p.grad
     def shown(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A view of the gradient; None before a backward. Raises MegatronDSError where it is a shard."""
+        """Return a view of the gradient; None before a backward. Raises MegatronDSError where it is a shard."""
         place = self._places.get(parameter)
         if place is None or not place.gradient.received:
             return None
@@ -164,7 +164,7 @@ class Gradients:
         return place.gradient.view()
 
     def is_zeroed_by(self, parameter: nn.Parameter, reader: FrameType) -> bool:
-        """Whether torch's zero_grad of more than a part of the module reads a gradient."""
+        """Return whether torch's zero_grad of more than a part of the module reads a gradient."""
         place = self._places.get(parameter)
         if (
             reader.f_code.co_name != "zero_grad"
@@ -244,7 +244,7 @@ class Gradients:
 
     # ------------------------------------------------------------------ whole values, at every stage
     def full(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The whole gradient in fp32; None before a backward, and of a frozen parameter. Collective."""
+        """Return the whole gradient in fp32; None before a backward, and of a frozen parameter. Collective."""
         place = self._places.get(parameter)
         if place is None or not self._engine.has_gradients:
             return None
@@ -279,16 +279,16 @@ class Gradients:
         ]
 
     def has_any(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter has received a gradient in this update, on this rank."""
+        """Return whether the parameter has received a gradient in this update, on this rank."""
         place = self._places.get(parameter)
         return place is not None and place.gradient.received
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
-        """Whether the engine's optimizer updates the parameter."""
+        """Return whether the engine's optimizer updates the parameter."""
         return parameter in self._places
 
     def _is_local(self, place: "_Place") -> bool:
-        """Whether this rank has a whole gradient: the mean, or its sum so far."""
+        """Return whether this rank has a whole gradient: the mean, or its sum so far."""
         is_unreduced = isinstance(place.store, GradBuckets) and not self.is_reduced
         return place.is_whole or is_unreduced
 
@@ -316,7 +316,7 @@ class Gradients:
             s.buckets.complete()
 
     def full_state(self, parameter: nn.Parameter, kind: str = WEIGHT) -> torch.Tensor:
-        """The whole fp32 master ("weight"), or state of the optimizer ("exp_avg", …). Collective."""
+        """Return the whole fp32 master ("weight"), or state of the optimizer ("exp_avg", …). Collective."""
         place = self._place_of(parameter)
         self._check_kind(parameter, place, kind)
         found = list(self.states(parameter, kind))
@@ -381,7 +381,7 @@ class Gradients:
         place: _Place,
         parts: list[tuple[SlotPiece, torch.Tensor]],
     ) -> torch.Tensor:
-        """The sum over ranks of their parts: the whole tensor. Collective over the data group."""
+        """Return the sum over ranks of their parts: the whole tensor. Collective over the data group."""
         whole = torch.zeros(
             parameter.numel(), dtype=torch.float32, device=self._engine.device
         )

@@ -46,7 +46,7 @@ class GroupSchedule:
         return [rate.at(self.last_batch_iteration) for rate in self._rates]
 
     def get_last_lr(self) -> list[float]:
-        """The same, under torch's name."""
+        """Return the same, under torch's name."""
         return self.get_lr()
 
     def get_mom(self) -> list[Any]:

@@ -261,7 +261,7 @@ def _end_earlier_engines(model: nn.Module, world: DataParallelWorld) -> None:
 
 
 def _engines_of(model: nn.Module) -> list[Engine]:
-    """The engines of the module's parameters. Raises ConfigError where one is gone without `destroy`."""
+    """Return the engines of the module's parameters. Raises ConfigError where one is gone without `destroy`."""
     found = {}
     for name, p in model.named_parameters():
         engine = p.engine() if hasattr(p, "engine") else None
@@ -276,7 +276,7 @@ def _engines_of(model: nn.Module) -> list[Engine]:
 
 
 def _samples(training_data: Any) -> int | None:
-    """The number of training samples; None for data without a length."""
+    """Return the number of training samples; None for data without a length."""
     return len(training_data) if hasattr(training_data, "__len__") else None
 
 
@@ -352,7 +352,7 @@ def _take_local_rank(args: Any) -> None:
 
 
 def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorld:
-    """The groups of `mpu`, made where there are none. Collective over all ranks."""
+    """Return the groups of `mpu`, made where there are none. Collective over all ranks."""
     if required is False and mpu is None and not has_process_group():
         raise ConfigError(
             "dist_init_required=False, but there is no process group yet. Create it before "
@@ -364,7 +364,7 @@ def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorl
 
 
 def _client_of(model: nn.Module, trained: _Trained) -> torch.optim.Optimizer | None:
-    """The program's optimizer, made where it is a function. None: the config's is used."""
+    """Return the program's optimizer, made where it is a function. None: the config's is used."""
     optimizer = trained.optimizer
     parameters = trained.parameters
     if optimizer is None:
@@ -390,7 +390,7 @@ def _inner_optimizers(
     client: torch.optim.Optimizer | None,
     trained: _Trained,
 ) -> InnerOptimizers | SeveralOptimizers:
-    """The client's optimizer, else the config's, else one without parameters."""
+    """Return the client's optimizer, else the config's, else one without parameters."""
     if client is not None:
         if "optimizer" in block:
             logger.warning(
@@ -409,7 +409,7 @@ def _inner_optimizers(
 
 
 def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
-    """The groups that ZeRO reduces and shards over. Collective over all ranks."""
+    """Return the groups that ZeRO reduces and shards over. Collective over all ranks."""
     inner = config.zero.zero_hpz_partition_size
     halves = world.split_data(inner) if inner > 1 else (None, None)
     groups = DataGroups(world.by_axes, world.model, world.model, solo("embd"), *halves)

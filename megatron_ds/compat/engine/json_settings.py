@@ -130,7 +130,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 def config_of(
     args: Any, config: Any, config_params: Any
 ) -> Mapping[str, Any] | str | os.PathLike:
-    """The one of config, args.deepspeed_config and their former names. Raises ConfigError."""
+    """Return the one of config, args.deepspeed_config and their former names. Raises ConfigError."""
     given = {
         "config": config,
         "config_params": config_params,
@@ -158,7 +158,7 @@ def read_settings(
     client_lr: float | None = None,
     name: str | None = None,
 ) -> RunConfig:
-    """The settings of an engine; `model` stays at its defaults. Raises one ConfigError with all problems.
+    """Return the settings of an engine; `model` stays at its defaults. Raises one ConfigError with all problems.
 
     client_lr  the learning rate of an optimizer that is not the JSON's
     name       of the config in messages
@@ -221,7 +221,7 @@ def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def drops_last(name: str, block: Mapping[str, Any]) -> bool:
-    """The value of DROP_LAST. Raises ConfigError where it is neither true nor false."""
+    """Return the value of DROP_LAST. Raises ConfigError where it is neither true nor false."""
     value = block.get(DROP_LAST, False)
     if not isinstance(value, bool):
         raise ConfigError(f'{name}: "{DROP_LAST}" is {value!r}: it is true or false.')
@@ -229,7 +229,7 @@ def drops_last(name: str, block: Mapping[str, Any]) -> bool:
 
 
 def unused_rule(name: str, block: Mapping[str, Any]) -> Rule:
-    """What an update does with parameters that a rank has not used. Raises ConfigError for a wrong value."""
+    """Return what an update does with parameters that a rank has not used. Raises ConfigError for a wrong value."""
     zero = block.get("zero_optimization")
     value = zero.get(UNUSED, True) if isinstance(zero, Mapping) else True
     if not isinstance(value, bool):
@@ -240,7 +240,7 @@ def unused_rule(name: str, block: Mapping[str, Any]) -> Rule:
 
 
 def _without_engine_keys(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """The block without the keys that the engine reads itself. Raises ConfigError for a wrong value."""
+    """Return the block without the keys that the engine reads itself. Raises ConfigError for a wrong value."""
     _, block = formats_of(name, block)
     rest = {
         key: value
@@ -304,7 +304,7 @@ def _broken(config: RunConfig) -> Iterator[str]:
 
 
 def in_words_of_json(problem: str) -> str:
-    """A problem's message with keys of the JSON in place of flags."""
+    """Return a problem's message with keys of the JSON in place of flags."""
     keys = {
         option.flag: option.json or KEYS.get(path)
         for path, option in all_options().items()
@@ -352,7 +352,7 @@ class Sources:
     samples: int | None = None
 
     def argument(self, *names: str) -> Any | None:
-        """The first of these arguments that there is."""
+        """Return the first of these arguments that there is."""
         return next(
             (
                 value
@@ -376,7 +376,7 @@ class Sources:
 
 
 def fill_autos(block: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
-    """A copy with a value for every "auto" that can be filled; those of stage 3 are left out at others."""
+    """Return a copy with a value for every "auto" that can be filled; those of stage 3 are left out at others."""
     filled: Mapping[str, Any] = copy.deepcopy(dict(block))
     zero = filled.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") != 3:
@@ -395,7 +395,7 @@ def fill_autos(block: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
 
 
 def source_of(key: str) -> str | None:
-    """What would fill a key, for messages; None where nothing does."""
+    """Return what would fill a key, for messages; None where nothing does."""
     if key in DERIVED:
         return DERIVED[key][1]
     return f"args.{NAMES[key][0]}" if key in NAMES else None
@@ -412,7 +412,7 @@ def _value(key: str, block: Mapping[str, Any], sources: Sources) -> Any | None:
 
 
 def _accumulation(block: Mapping[str, Any], sources: Sources) -> int | None:
-    """The argument, else the steps that follow from the two batch sizes."""
+    """Return the argument, else the steps that follow from the two batch sizes."""
     total = block.get("train_batch_size")
     micro = block.get("train_micro_batch_size_per_gpu")
     once = micro * sources.data_parallel_size if isinstance(micro, int) else 0

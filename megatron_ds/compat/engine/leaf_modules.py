@@ -84,12 +84,12 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules in `model`."""
+    """Return the marked modules in `model`."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this module is marked."""
+    """Return whether this module is marked."""
     return bool(getattr(model, LEAF, False))
 
 
@@ -123,7 +123,7 @@ def mark_leaves_of(block: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def with_gradient(output: Any, parameters: Iterable[nn.Parameter]) -> Any:
-    """The output of a leaf; one that depends on no parameter becomes part of the graph.
+    """Return the output of a leaf; one that depends on no parameter becomes part of the graph.
 
     A rank whose leaf uses none of its parameters has a backward of it, too, in which it takes part in the
     collectives of the others. Only a tensor, or a tensor in a tuple, list or dict, can be changed.

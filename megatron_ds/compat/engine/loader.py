@@ -55,7 +55,7 @@ class EngineLoader:
         return self._iteration
 
     def __next__(self) -> Any:
-        """The next micro-batch of the last iteration that was begun."""
+        """Return the next micro-batch of the last iteration that was begun."""
         return next(iter(self) if self._iteration is None else self._iteration)
 
     def set_epoch(self, epoch: int) -> None:

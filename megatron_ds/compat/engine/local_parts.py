@@ -16,7 +16,7 @@ from .parts import EngineParts
 
 
 def local_gradient(engine: EngineParts, parameter: nn.Parameter) -> torch.Tensor | None:
-    """A copy of the part in fp32; None before a backward, too."""
+    """Return a copy of the part in fp32; None before a backward, too."""
     return _joined(engine.gradients.kept(parameter))
 
 
@@ -36,7 +36,7 @@ def set_local_gradient(
 def local_state(
     engine: EngineParts, parameter: nn.Parameter, kind: str = WEIGHT
 ) -> torch.Tensor | None:
-    """A copy of the part of a master ("weight") or of a state of the optimizer ("exp_avg", …)."""
+    """Return a copy of the part of a master ("weight") or of a state of the optimizer ("exp_avg", …)."""
     return _joined(_states(engine, parameter, kind))
 
 

@@ -11,7 +11,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def log_level_of(name: str, block: Mapping[str, Any]) -> str | None:
-    """The level as the JSON spells it; None: programs set it. Raises ConfigError for another word.
+    """Return the level as the JSON spells it; None: programs set it. Raises ConfigError for another word.
 
     name: of the config, for messages
     """

@@ -156,7 +156,7 @@ class ModuleChanges:
 
 
 def refusal_to_follow(zero: ZeroOptimizer) -> str | None:
-    """Why an update cannot leave out a parameter, or train a further one; None: it can."""
+    """Return why an update cannot leave out a parameter, or train a further one; None: it can."""
     if zero.settings.policy.optimizer is not None:
         return "ranks hold shards of the optimizer's state, which initialize lays out"
     if zero.settings.offload.optimizer != DEVICE:
@@ -268,7 +268,7 @@ class _Check(PathCheck):
         self.found = Found()
 
     def number(self, received: Mapping[str, bool]) -> float:
-        """The number of `PathCheck`, with what was found. Infinite where a change is refused."""
+        """Return the number of `PathCheck`, with what was found. Infinite where a change is refused."""
         number = self._base.number(self._used(received))
         if self.found.refused:
             return math.inf

@@ -76,7 +76,7 @@ class _Call:
     repeats: "_Call | None" = None
 
     def is_before(self, other: "_Call") -> bool:
-        """Whether the other call is over in backward when this one's output is reached."""
+        """Return whether the other call is over in backward when this one's output is reached."""
         if self.recorded_in == other.recorded_in:
             return other.began > self.ended
         return self.repeats is not None and self.repeats.is_before(other)
@@ -135,7 +135,7 @@ class ModuleGathering:
         )
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether this parameter can be read now."""
+        """Return whether this parameter can be read now."""
         unit = self._unit_of.get(parameter)
         return parameter not in self._hidden and not (unit is not None and unit.is_free)
 
@@ -318,7 +318,7 @@ class ModuleGathering:
         return output
 
     def _await_backward(self, call: _Call, output: Any) -> bool:
-        """Whether the backward of this call will announce itself, by hooks on its output."""
+        """Return whether the backward of this call will announce itself, by hooks on its output."""
         layer = call.layer
         tensors = []
         is_to_come = False

@@ -33,7 +33,7 @@ UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
 def _attention_of_cpus(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """The FLOPs of an operation that torch's counter leaves out. Arguments are shapes."""
+    """Return the FLOPs of an operation that torch's counter leaves out. Arguments are shapes."""
     return sdpa_flop_count(query, key, value)
 
 
@@ -247,7 +247,7 @@ class ModuleProfiler:
             yield f"    fwd latency {_top(kinds, 'seconds', duration_to_string, top_modules)}"
 
     def _tree(self) -> Iterator[str]:
-        """A line a module: parameters, MACs and time, with their shares of the model's."""
+        """Yield a line a module: parameters, MACs and time, with their shares of the model's."""
         root = self._root
         for cost in self._costs.values():
             name = cost.name.rpartition(".")[2]
@@ -366,7 +366,7 @@ def _parameters_of(module: nn.Module) -> int:
 
 
 def _now(device: torch.device) -> Any:
-    """A moment: of a GPU an event, which is read when the profile ends."""
+    """Return a moment: of a GPU an event, which is read when the profile ends."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -56,7 +56,7 @@ SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")  # DeepSpeed's group names
 
 
 def name_of(path: str) -> str:
-    """A name in a module without what torch.compile(module) adds to it, so that it does not depend on it."""
+    """Return a name in a module without what torch.compile(module) adds to it, so that it does not depend on it."""
     parts = [part for part in path.split(".") if part != COMPILED]
     return ".".join(parts)
 
@@ -89,21 +89,21 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
 
 
 def is_marked(p: nn.Parameter) -> bool:
-    """Whether other data-parallel ranks hold other experts, by its mark. With ep_size_1 all hold all."""
+    """Return whether other data-parallel ranks hold other experts, by its mark. With ep_size_1 all hold all."""
     is_reduced_by_all = getattr(p, "allreduce", True)
     group = getattr(p, "group_name", None)
     return is_reduced_by_all is False and group != "ep_size_1"
 
 
 def is_expert(p: nn.Parameter) -> bool:
-    """Whether ranks of one expert-parallel group hold different values of it, by its mark or its spec."""
+    """Return whether ranks of one expert-parallel group hold different values of it, by its mark or its spec."""
     if is_marked(p):
         return True
     return hasattr(p, "spec") and p.spec.reduced_over != DATA_AXES
 
 
 def has_matrix(name: str, p: nn.Parameter) -> bool:
-    """Whether the parameter is the weight of a hidden layer, a matrix for Muon: by its spec, its mark
+    """Return whether the parameter is the weight of a hidden layer, a matrix for Muon: by its spec, its mark
     `use_muon`, or, as in DeepSpeed, its dimensions and name."""
     if hasattr(p, "spec"):
         return p.spec.matrices is not None
@@ -153,7 +153,7 @@ def global_names(module: nn.Module, world: DataParallelWorld) -> dict[str, str]:
 
 
 def _is_distinct(p: nn.Parameter) -> bool:
-    """Whether an expert needs a name of its own; a shard of a stacked parameter does not."""
+    """Return whether an expert needs a name of its own; a shard of a stacked parameter does not."""
     is_shard = hasattr(p, "spec") and p.spec.is_split_over("ep")
     return is_expert(p) and not is_shard
 
@@ -192,7 +192,7 @@ def _expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _owners(name: str) -> list[str]:
-    """The modules that contain a parameter or buffer, outermost first: "a.b.weight" → "", "a", "a.b"."""
+    """Return the modules that contain a parameter or buffer, outermost first: "a.b.weight" → "", "a", "a.b"."""
     parts = name.split(".")[:-1]
     # The module itself contains all of them.
     owners = [""]
@@ -270,7 +270,7 @@ class ModuleLayer:
 
 
 def find_layers(module: nn.Module) -> list[ModuleLayer]:
-    """The layers; every parameter is in at least one. A module that stands in two places is one layer."""
+    """Return the layers; every parameter is in at least one. A module that stands in two places is one layer."""
     total = sum(p.numel() for p in module.parameters())
     found: dict[nn.Module, ModuleLayer] = {}
     for layer in _visit("", module, False, total):
@@ -308,7 +308,7 @@ def _is_divided(module: nn.Module, total: int) -> bool:
 def units_of_layers(
     layers: Sequence[ModuleLayer], gathering: LayerGathering
 ) -> dict[nn.Parameter, Unit]:
-    """The unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
+    """Return the unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
     storage = lambda tensor: tensor.untyped_storage()._cdata
     units = {}
     for unit in chain.from_iterable(gathering.needs):
@@ -324,7 +324,7 @@ def units_of_layers(
 
 
 def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """The tensors of a layer's output, however it wraps them."""
+    """Yield the tensors of a layer's output, however it wraps them."""
     seen = set() if _seen is None else _seen
     if isinstance(value, torch.Tensor):
         yield value

@@ -193,7 +193,7 @@ def _report_changes(changed: list[str], kept: int, data: Group) -> None:
 def saved_buffers(
     module: nn.Module, world: DataParallelWorld
 ) -> dict[str, torch.Tensor]:
-    """The buffers that belong into a state_dict, by their global names (the first of several)."""
+    """Return the buffers that belong into a state_dict, by their global names (the first of several)."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     names = global_names(module, world)
@@ -305,7 +305,7 @@ def _keep(
 def full_state_dict(
     engine: EngineStatus, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """The whole module's state_dict in CPU tensors on rank 0, {} on the others. Collective over all ranks.
+    """Return the whole module's state_dict in CPU tensors on rank 0, {} on the others. Collective over all ranks.
 
     Tensors are assembled one after the other, from the masters. dtype: of the parameters; None: the module's.
     """
@@ -422,7 +422,7 @@ def save_safetensors(
 
 
 def _stream(engine: EngineStatus, dtype: torch.dtype | None) -> TensorStream:
-    """The tensors of all parameters, and the buffers of experts, of which rank 0 has only some."""
+    """Return the tensors of all parameters, and the buffers of experts, of which rank 0 has only some."""
     world = engine.world
     dtypes = {spec_of(p).name: dtype or p.dtype for p in engine.module.parameters()}
     order = {spec_of(p).name: i for i, p in enumerate(engine.module.parameters())}

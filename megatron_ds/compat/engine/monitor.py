@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def sinks_of(config: RunConfig) -> Iterator[EventFile | CsvFiles | PointSink]:
-    """The sinks that the JSON enables. Raises ConfigError where a folder is not writable.
+    """Yield the sinks that the JSON enables. Raises ConfigError where a folder is not writable.
 
     A service whose package is missing, or that cannot begin, is left out with a warning: a program that only asks for
     curves goes on without them.

@@ -46,7 +46,7 @@ class NumberFormats:
     buffers: torch.dtype | None = None
 
     def kept(self, module: nn.Module, dtype: torch.dtype | None) -> "NamesInFp32":
-        """What stays fp32 in a module whose parameters get `dtype`."""
+        """Return what stays fp32 in a module whose parameters get `dtype`."""
         if dtype is None or dtype not in HALVES:
             return NamesInFp32(())
         return NamesInFp32(
@@ -119,7 +119,7 @@ def formats_of(
 
 
 def has_list(kind: nn.Module, dtype: torch.dtype | None) -> bool:
-    """Whether a module itself, not one inside of it, names what stays fp32 beside `dtype`."""
+    """Return whether a module itself, not one inside of it, names what stays fp32 beside `dtype`."""
     if dtype not in HALVES:
         return False
     return any(True for _ in _own_patterns(kind, dtype))
@@ -138,7 +138,7 @@ def _formats_of_statistics(module: nn.Module) -> dict[int, torch.dtype]:
 
 
 def _patterns_of(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
-    """The expressions of all modules inside, for names that begin at the outermost one."""
+    """Yield the expressions of all modules inside, for names that begin at the outermost one."""
     for path, inner in module.named_modules():
         path = name_of(path)
         for expression in _own_patterns(inner, dtype):

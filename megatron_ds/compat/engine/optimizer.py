@@ -70,7 +70,7 @@ class InnerOptimizers:
         self._pairs: list[tuple[Group, Group]] = []  # (inner, the user's)
 
     def __call__(self, inner: list[Group], /, **options: Any) -> torch.optim.Optimizer:
-        """An optimizer of the pieces in `ZeroOptimizer`'s groups, sorted into the user's groups."""
+        """Return an optimizer of the pieces in `ZeroOptimizer`'s groups, sorted into the user's groups."""
         group_of: dict[str, int] = {}
         for i, group in enumerate(self.groups):
             group_of |= {p.spec.name: i for p in group["params"]}
@@ -87,7 +87,7 @@ class InnerOptimizers:
         return optimizer
 
     def param_groups(self) -> tuple[ParamGroup, ...]:
-        """The groups of `ZeroOptimizer`."""
+        """Return the groups of `ZeroOptimizer`."""
         return default_groups(self)
 
     @cached_property
@@ -196,7 +196,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return result
 
     def remake(self) -> ZeroOptimizer:
-        """A new `ZeroOptimizer` of the module, with inner optimizers of its own. Collective."""
+        """Return a new `ZeroOptimizer` of the module, with inner optimizers of its own. Collective."""
         self.inner.forget()
         return self._make()
 
@@ -280,7 +280,7 @@ def registered_optimizer(
     groups: Sequence[Group],
     numbers: Mapping[str, Any] | None = None,
 ) -> InnerOptimizers:
-    """An optimizer with the numbers of the JSON. groups: "params", and the numbers that differ from these.
+    """Return an optimizer with the numbers of the JSON. groups: "params", and the numbers that differ from these.
 
     numbers: in place of the JSON's
     """
@@ -304,7 +304,7 @@ def registered_optimizer(
 def make_groups(
     module: nn.Module, model_parameters: Any, decay: Decays | None
 ) -> list[Group]:
-    """The groups of the JSON's optimizer, from `model_parameters`, as in torch:
+    """Return the groups of the JSON's optimizer, from `model_parameters`, as in torch:
 
         None                                         all parameters of the module
         parameters, or (name, parameter) pairs       these, in one group
@@ -441,7 +441,7 @@ class JsonScheduler(GroupSchedule):
 def make_scheduler(
     settings: RunConfig, optimizer: EngineOptimizer, client: Any | SchedulerMaker | None
 ) -> Any | None:
-    """The JSON's scheduler, else the client's (one, or a function of the optimizer), else None."""
+    """Return the JSON's scheduler, else the client's (one, or a function of the optimizer), else None."""
     # The JSON's.
     if settings.optimizer.lr_decay_style in DEEPSPEED_STYLES:
         if client is not None:

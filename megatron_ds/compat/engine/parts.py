@@ -41,7 +41,7 @@ class EngineParts(Protocol):
         """Micro-batches of an update."""
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of an update."""
+        """Return whether the current micro-batch is the last of an update."""
 
     def fp16_enabled(self) -> bool:
-        """Whether weights are fp16, so that losses are scaled."""
+        """Return whether weights are fp16, so that losses are scaled."""

@@ -50,7 +50,7 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of a batch without training, or the outputs. Collective.
+        """Return the mean loss of a batch without training, or the outputs. Collective.
 
         compute_loss       False, or a module without loss_fn: the outputs, of one micro-batch alone or a list
         return_logits      (loss, outputs of all micro-batches in one tensor)
@@ -98,7 +98,7 @@ class PipelineEngine(Engine):
         raise PipelineError(_instead("step"))
 
     def is_pipe_parallel(self) -> bool:
-        """Whether there is more than one stage: no."""
+        """Return whether there is more than one stage: no."""
         return False
 
     def _source(self, given: Iterator[Any] | None) -> Iterator[Any]:

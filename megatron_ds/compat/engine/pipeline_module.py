@@ -120,7 +120,7 @@ class PipelineModule(nn.Module):
             self.forward_funcs.append(self._layer(number, layer))
 
     def forward(self, forward_input: Any) -> Any:
-        """The outputs of the last layer."""
+        """Return the outputs of the last layer."""
         every = self.activation_checkpoint_interval
         if every <= 0 or not self.training:
             return _run(self.forward_funcs, forward_input)
@@ -143,7 +143,7 @@ class PipelineModule(nn.Module):
         return 1
 
     def _layer(self, number: int, layer: LayerSpec | nn.Module | Layer) -> Layer:
-        """The function of a layer, which is registered under its number."""
+        """Return the function of a layer, which is registered under its number."""
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()
@@ -169,7 +169,8 @@ class PipelineModule(nn.Module):
 
 
 def interval_of(name: str, block: Mapping[str, Any]) -> int:
-    """How many layers the JSON recomputes together; 0 where it has no number. Raises ConfigError for another value.
+    """Return how many layers the JSON recomputes together; 0 where it has no number. Raises ConfigError for another
+    value.
 
     name: of the config, for messages
     """

@@ -42,7 +42,7 @@ def _key(option: Option) -> str:
 
 
 def _numbers_of(groups: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
-    """The numbers of each parameter group: learning rate, weight decay, …"""
+    """Return the numbers of each parameter group: learning rate, weight decay, …"""
     found: dict[str, tuple[Any, str]] = {
         "the number of parameter groups": (len(groups), "")
     }
@@ -56,7 +56,7 @@ def _numbers_of(groups: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
 
 
 def _members(parameters: Sequence[Any]) -> str:
-    """The number of parameters and a hash of their names, without experts, which ranks may divide."""
+    """Return the number of parameters and a hash of their names, without experts, which ranks may divide."""
     names = [p.spec.name for p in parameters if not is_expert(p)]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
     return f"{len(names)} parameters, hash of names {digest[:12]}"

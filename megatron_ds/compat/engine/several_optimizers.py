@@ -42,7 +42,7 @@ class SeveralOptimizers:
         self.groups = [group for one in inner for group in one.groups]
 
     def param_groups(self) -> tuple[ParamGroup, ...]:
-        """The groups of `ZeroOptimizer`."""
+        """Return the groups of `ZeroOptimizer`."""
         *others, last = self._inner
         has = lambda one, spec: spec.name in one.names
         return (
@@ -64,7 +64,7 @@ class SeveralOptimizers:
 def json_optimizers(
     module: nn.Module, o: OptimizerConfig, groups: Sequence[Group]
 ) -> InnerOptimizers | SeveralOptimizers:
-    """The JSON's optimizer. groups: "params", and the numbers that differ from the JSON's.
+    """Return the JSON's optimizer. groups: "params", and the numbers that differ from the JSON's.
 
     Raises ConfigError for patterns of names that do not fit the module, and as `_muon`.
     """
@@ -107,7 +107,7 @@ def _divided(
 
 
 def _numbers(rule: GroupRule, o: OptimizerConfig, group: Group) -> Group:
-    """What the group of a rule has of its own."""
+    """Return what the group of a rule has of its own."""
     numbers = {} if rule.lr_factor == 1.0 else {LR_FACTOR: rule.lr_factor}
     if rule.decay is not None:
         numbers["weight_decay"] = (
@@ -144,7 +144,7 @@ def _problems(
 def _muon(
     module: nn.Module, o: OptimizerConfig, groups: Sequence[Group]
 ) -> list[InnerOptimizers]:
-    """The JSON's Muon, and the optimizer of the rest. Raises ConfigError where no parameter is a matrix, and
+    """Return the JSON's Muon, and the optimizer of the rest. Raises ConfigError where no parameter is a matrix, and
     for options that need the heads of a layer."""
     if o.muon_per_head:
         raise ConfigError(

@@ -82,7 +82,7 @@ class ShardedNames(WholeParameter):
         return set()
 
     def _engine_at(self, name: str) -> Any:
-        """The parameter's engine at stage 3; None for a parameter of `zero.Init`."""
+        """Return the parameter's engine at stage 3; None for a parameter of `zero.Init`."""
         engine = self.__dict__.get("engine", lambda: None)()
         if engine is not None and engine.zero_optimization_stage() == 3:
             return engine

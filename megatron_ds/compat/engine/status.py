@@ -216,23 +216,23 @@ class EngineStatus(EngineAnswers):
 
     # ------------------------------------------------------------------ configuration
     def zero_optimization(self) -> bool:
-        """Whether any state is sharded."""
+        """Return whether any state is sharded."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """The stage of ZeRO, 0 to 3."""
+        """Return the stage of ZeRO, 0 to 3."""
         return self.settings.zero.stage
 
     def fp16_enabled(self) -> bool:
-        """Whether the module computes in fp16."""
+        """Return whether the module computes in fp16."""
         return self.settings.optimizer.fp16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the module computes in bf16."""
+        """Return whether the module computes in bf16."""
         return self.settings.optimizer.bf16
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes during training: fp16 without a fixed one."""
+        """Return whether the loss scale changes during training: fp16 without a fixed one."""
         return self.fp16_enabled() and not self.settings.optimizer.loss_scale
 
     def loss_scale(self) -> float:
@@ -248,7 +248,7 @@ class EngineStatus(EngineAnswers):
         return self.settings.logging.log_interval
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether the times of forward, backward and step are printed."""
+        """Return whether the times of forward, backward and step are printed."""
         return self.settings.logging.timing_log_level > 0
 
     # ------------------------------------------------------------------ ranks

@@ -158,7 +158,7 @@ def _unknown(value: Any, name: str) -> ConfigError:
 
 
 def restored(value: Any) -> Any:
-    """The value from which `plain` made `value`. Raises CheckpointError where it made none."""
+    """Return the value from which `plain` made `value`. Raises CheckpointError where it made none."""
     try:
         return _restored(value)
     except (
@@ -219,7 +219,7 @@ def _read_array(content: Mapping[str, Any]) -> np.ndarray:
 
 
 def _checked(content: Mapping[str, Any], itemsize: int) -> bytes:
-    """The data. Raises ValueError where the shape needs another number of bytes."""
+    """Return the data. Raises ValueError where the shape needs another number of bytes."""
     shape = content["shape"]
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"{shape!r} is no shape")

@@ -67,7 +67,7 @@ def no_effect(*arguments: Any) -> None:
 
 
 def is_hidden(p: nn.Parameter) -> bool:
-    """Whether a parameter shows one expanded NaN; see "Note: hidden parameters"."""
+    """Return whether a parameter shows one expanded NaN; see "Note: hidden parameters"."""
     return (
         p.numel() > 1 and not any(p.stride()) and bool(p.detach().view(-1)[0].isnan())
     )

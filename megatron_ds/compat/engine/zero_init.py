@@ -102,7 +102,7 @@ class Partition:
             self.device = self.part.device
 
     def is_of(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter has the shape of its shards."""
+        """Return whether the parameter has the shape of its shards."""
         return parameter.shape == self.shape
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class HiddenParameter(ShardedNames, nn.Parameter):
         return self.partition.device
 
     def to(self, *args: Any, **options: Any) -> torch.Tensor:
-        """The parameter itself, after its shard has moved to the device; in another dtype as a new one."""
+        """Return the parameter itself, after its shard has moved to the device; in another dtype as a new one."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
         if dtype not in (None, self.dtype):
             return super().to(*args, **options)
@@ -142,11 +142,11 @@ class HiddenParameter(ShardedNames, nn.Parameter):
         return self
 
     def cpu(self, *args: Any, **options: Any) -> torch.Tensor:
-        """The parameter, with its shard in host memory."""
+        """Return the parameter, with its shard in host memory."""
         return self.to("cpu")
 
     def cuda(self, device: Any = None, *args: Any, **options: Any) -> torch.Tensor:
-        """The parameter, with its shard on a GPU."""
+        """Return the parameter, with its shard on a GPU."""
         return self.to(torch.device("cuda") if device is None else device)
 
 
@@ -339,7 +339,7 @@ unregister_external_parameter = register_external_parameter
 
 
 def partitions_of(module: nn.Module) -> dict[nn.Parameter, Partition]:
-    """The shards of the parameters made under `zero.Init`.
+    """Return the shards of the parameters made under `zero.Init`.
 
     Raises ConfigError for parameters that were marked as experts or resized later.
     """
@@ -409,7 +409,7 @@ def move_into(
 def _dtype_of(
     config: Mapping[str, Any] | str | os.PathLike | None,
 ) -> torch.dtype | None:
-    """The 16-bit number format that a config enables; None where it enables none."""
+    """Return the 16-bit number format that a config enables; None where it enables none."""
     if config is None:
         return None
     block = (

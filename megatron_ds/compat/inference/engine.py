@@ -78,7 +78,7 @@ def _block_of(config: Any) -> Mapping[str, Any]:
 
 
 def _group_of(settings: InferenceSettings) -> Group:
-    """The ranks that share the model. Collective over all ranks where groups must be made."""
+    """Return the ranks that share the model. Collective over all ranks where groups must be made."""
     size = settings.tp_size
     if settings.group is not None:
         group = group_of(settings.group)
@@ -139,7 +139,7 @@ class InferenceEngine(nn.Module):
         self.eval()
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """The module's result, without gradients. Collective over `group`."""
+        """Return the module's result, without gradients. Collective over `group`."""
         self._require_same_inputs(inputs, options)
         began = self._now()
         with torch.no_grad():
@@ -229,7 +229,7 @@ class InferenceEngine(nn.Module):
 
 
 def default_inference_config() -> dict[str, Any]:
-    """The keys of `init_inference` with the values that they have where they are left out."""
+    """Return the keys of `init_inference` with the values that they have where they are left out."""
     defaults = InferenceSettings()
     return {
         "dtype": defaults.dtype,

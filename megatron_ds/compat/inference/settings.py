@@ -123,7 +123,7 @@ class InferenceSettings:
 def read_inference_settings(
     config: Mapping[str, Any], options: Mapping[str, Any]
 ) -> InferenceSettings:
-    """The settings of a config and of keyword arguments. Raises one ConfigError with all problems."""
+    """Return the settings of a config and of keyword arguments. Raises one ConfigError with all problems."""
     problems: list[str] = []
     given: dict[str, Any] = {}
     for key, value in [*config.items(), *options.items()]:
@@ -163,7 +163,7 @@ def _misplaced(given: Mapping[str, Any]) -> list[str]:
 
 
 def _is_one_expert(value: Any) -> bool:
-    """Whether a block of keys divides nothing: `moe` with one rank, or `zero` at stage 0."""
+    """Return whether a block of keys divides nothing: `moe` with one rank, or `zero` at stage 0."""
     if not isinstance(value, Mapping) or not value.keys() & {"ep_size", "stage"}:
         return False
     return value.get("ep_size", 1) == 1 and value.get("stage", 0) == 0

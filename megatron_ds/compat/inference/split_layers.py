@@ -70,7 +70,7 @@ def split(model: nn.Module, plan: Plan, group: Group) -> None:
 
 
 def _tied_weights(model: nn.Module) -> set[int]:
-    """The ids of the weights of embeddings, which an output layer may share."""
+    """Return the ids of the weights of embeddings, which an output layer may share."""
     return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
 

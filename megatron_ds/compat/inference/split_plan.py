@@ -103,12 +103,12 @@ def check_heads(model: nn.Module, ranks: int) -> None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear layer: torch's, or transformers' `Conv1D`."""
+    """Return whether the module is a linear layer: torch's, or transformers' `Conv1D`."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight of a linear layer is [inputs, outputs]: transformers' `Conv1D`."""
+    """Return whether the weight of a linear layer is [inputs, outputs]: transformers' `Conv1D`."""
     return type(module).__name__.endswith("Conv1D") and hasattr(module, "nf")
 
 

@@ -24,7 +24,7 @@ ADVICE = (
 
 @torch.no_grad()
 def results_of(model: nn.Module) -> torch.Tensor | None:
-    """The first result of `model` for its dummy inputs, on the CPU; None if it has none."""
+    """Return the first result of `model` for its dummy inputs, on the CPU; None if it has none."""
     given = getattr(model, "dummy_inputs", None)
     if not isinstance(given, Mapping):
         return None

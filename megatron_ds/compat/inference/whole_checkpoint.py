@@ -62,7 +62,7 @@ def load_whole(model: nn.Module, checkpoint: Any, base_dir: str) -> None:
 
 
 def files_of(checkpoint: Any, base_dir: str) -> list[Path]:
-    """The files of a folder, of a JSON file with DeepSpeed's keys, of such keys, or one file of weights."""
+    """Return the files of a folder, of a JSON file with DeepSpeed's keys, of such keys, or one file of weights."""
     base = Path(base_dir)
     if isinstance(checkpoint, Mapping):
         return [_present(base / name) for name in _names_of(checkpoint)]

@@ -54,13 +54,13 @@ class Budget:
 
 
 def whole(text: str, largest: int = 10**18) -> int | None:
-    """The number that the digits 0 to 9 state; None for other texts and for larger numbers."""
+    """Return the number that the digits 0 to 9 state; None for other texts and for larger numbers."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= 30
     return int(text) if is_number and int(text) <= largest else None
 
 
 def text_of_file(path: Path, most: int = LARGEST_FILE, errors: str = "strict") -> str:
-    """The text of a recipe, or of a file that belongs to it. Raises ShellError, OSError and
+    """Return the text of a recipe, or of a file that belongs to it. Raises ShellError, OSError and
     UnicodeDecodeError.
     """
     text = (

@@ -212,7 +212,7 @@ def _obstacles(assessment) -> set[str]:
 
 
 def _report(path: Path, training, assessment) -> Iterator[str]:
-    """The lines for one training."""
+    """Yield the lines for one training."""
     from megatron_ds.compat.recipes.verdict import Kind
 
     reader = (

@@ -81,7 +81,7 @@ class Training:
 def read_recipe(
     path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()
 ) -> list[Training]:
-    """The trainings of a file. Raises ConfigError.
+    """Return the trainings of a file. Raises ConfigError.
 
     variables  of the environment of a script; arguments: of a script, $1 first
     """
@@ -111,7 +111,7 @@ def read_recipe(
 
 
 def kind_of(path: Path) -> str:
-    """The kind of a file: by its ending, or for another ending by how it begins."""
+    """Return the kind of a file: by its ending, or for another ending by how it begins."""
     if path.suffix in KINDS:
         return KINDS[path.suffix]
     head = text_of_file(path, errors="replace")[:HEAD].lstrip()
@@ -126,7 +126,7 @@ def kind_of(path: Path) -> str:
 
 
 def _of_script(script: Script, path: Path) -> list[Training]:
-    """The trainings of a script; each has the files that its command line names."""
+    """Return the trainings of a script; each has the files that its command line names."""
     found = []
     for launch in script.launches:
         if _is_training(launch.script, launch.words):
@@ -151,7 +151,7 @@ def _of_script(script: Script, path: Path) -> list[Training]:
 
 
 def _is_training(script: str, words: Sequence[str]) -> bool:
-    """Whether the command trains: other Python programs prepare data or convert checkpoints."""
+    """Return whether the command trains: other Python programs prepare data or convert checkpoints."""
     flags = {word.partition("=")[0].replace("_", "-") for word in words}
     return bool(
         flags
@@ -254,7 +254,7 @@ def _words_of_args(block: Mapping[str, Any], scope: Scope) -> tuple[str, ...]:
 
 
 def _words_of_cfg(root: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of a --yaml-cfg file as flags: `hidden_size: 64` in any of its blocks."""
+    """Return the names of a --yaml-cfg file as flags: `hidden_size: 64` in any of its blocks."""
     words: list[str] = []
     for name, value in root.items():
         if name == "gated_linear_unit" and root.get("activation_func") == "swiglu":
@@ -275,7 +275,7 @@ def _words_of_cfg(root: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _words_of_switch(flag: str, value: bool) -> list[str]:
-    """The words for a name that is true or false; a name that no project has is written with its value."""
+    """Return the words for a name that is true or false; a name that no project has is written with its value."""
     name = f"--{flag}"
     if flag in YAML_SWITCHES:
         on, off = YAML_SWITCHES[flag]

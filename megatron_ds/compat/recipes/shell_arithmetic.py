@@ -38,13 +38,13 @@ NOT_COMPUTED = (
 
 
 def computed(text: str) -> int:
-    """The value of an expression. Raises one of NOT_COMPUTED."""
+    """Return the value of an expression. Raises one of NOT_COMPUTED."""
     tree = ast.parse(text, mode="eval")
     return int(_number(tree.body))
 
 
 def _number(node: ast.AST) -> int:
-    """The value of a tree of numbers and operators. Raises ValueError for anything else."""
+    """Return the value of a tree of numbers and operators. Raises ValueError for anything else."""
     # Powers are limited before they are computed, since their numbers grow fastest.
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         value = node.value
@@ -78,5 +78,5 @@ def _number(node: ast.AST) -> int:
 
 
 def _is_single(node: ast.Compare) -> bool:
-    """Whether it is one comparison by an operator of `BINARY`."""
+    """Return whether it is one comparison by an operator of `BINARY`."""
     return len(node.ops) == 1 and type(node.ops[0]) in BINARY

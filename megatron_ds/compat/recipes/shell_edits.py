@@ -14,7 +14,7 @@ from .shell_tokens import ShellError
 
 
 def edited_value(value: str, action: str, word: str, budget: Budget) -> str | None:
-    """The value after its edit; None for an interval whose bounds are no numbers.
+    """Return the value after its edit; None for an interval whose bounds are no numbers.
 
     action: the operator, such as "%%"; word: what follows it, expanded
     """
@@ -56,7 +56,7 @@ def _cut(value: str, action: str, pattern: str, budget: Budget) -> str:
 
 
 def matches(text: str, pattern: str) -> bool:
-    """Whether a pattern of the shell fits the text. Raises ShellError for a pattern of unusual length."""
+    """Return whether a pattern of the shell fits the text. Raises ShellError for a pattern of unusual length."""
     if len(pattern) > LONGEST_PATTERN:
         raise ShellError(
             f"a pattern has {len(pattern):,} characters: this is not a recipe."

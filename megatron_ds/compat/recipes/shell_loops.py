@@ -26,7 +26,7 @@ def rounds(name: str, words: Sequence[str], scope: Scope) -> Iterator[tuple[str,
 
 
 def _counted(text: str, scope: Scope) -> Iterator[tuple[str, str]]:
-    """The rounds of `((i=first; i<end; i++))`; none if a number is not known, or for another form."""
+    """Yield the rounds of `((i=first; i<end; i++))`; none if a number is not known, or for another form."""
     match = COUNTED.fullmatch(text)
     if match is None:
         return

@@ -239,7 +239,7 @@ class Script:
                 variables[name] = (before or "") + value
 
     def _document(self, text: str, is_literal: bool) -> str:
-        """The text of a here-document, whose values are expanded unless its mark was quoted."""
+        """Return the text of a here-document, whose values are expanded unless its mark was quoted."""
         if is_literal:
             return text
         quoted = text.replace('"', '\\"')
@@ -291,11 +291,11 @@ class Script:
         return None, False
 
     def is_copy(self, name: str) -> bool:
-        """Whether the text of the file is that of a neighbour, and not one that the script itself writes."""
+        """Return whether the text of the file is that of a neighbour, and not one that the script itself writes."""
         return name in self.copies or name not in self.files
 
     def text_of(self, name: str) -> str | None:
-        """The text of a file that the script writes, or that lies in its folder. Raises ShellError."""
+        """Return the text of a file that the script writes, or that lies in its folder. Raises ShellError."""
         if name in self.files:
             return self.files[name]
         path = neighbour(self.folder, name)
@@ -361,7 +361,7 @@ class Script:
         return None
 
     def _output_of(self, text: str) -> str | None:
-        """What the commands of `$(text)` print, where all of them are `echo` or functions of it, or None."""
+        """Return what the commands of `$(text)` print, where all of them are `echo` or functions of it, or None."""
         if self.depth >= DEEPEST or not text.strip():
             return None
         outer = (self.output, self.is_silent)
@@ -424,7 +424,7 @@ class Script:
         self.launches.append(found)
 
     def _ranks(self, launcher: Sequence[str]) -> int | None:
-        """The number of processes that the launcher would start."""
+        """Return the number of processes that the launcher would start."""
         counts: dict[str, int] = {}
         for number, word in enumerate(launcher):
             name, equals, value = word.lstrip("-").partition("=")
@@ -448,7 +448,7 @@ class Script:
 
 
 def neighbour(folder: Path, name: str) -> Path | None:
-    """The file of this name next to the script; None if there is none. Names that leave the folder's tree by
+    """Return the file of this name next to the script; None if there is none. Names that leave the folder's tree by
     an absolute path or an open value are looked up by their last part. A link or `..` that leaves the tree
     names no file."""
     root = folder.resolve()
@@ -466,7 +466,7 @@ def neighbour(folder: Path, name: str) -> Path | None:
 
 
 def deepspeed_words(launcher: Sequence[str]) -> tuple[str, ...] | None:
-    """The words for DeepSpeed's launcher before the script; None for another launcher."""
+    """Return the words for DeepSpeed's launcher before the script; None for another launcher."""
     names = [word.rpartition("/")[2] for word in launcher]
     if "deepspeed" not in names:
         return None
@@ -474,7 +474,7 @@ def deepspeed_words(launcher: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def included_devices(text: str) -> int | None:
-    """How many devices `--include` of DeepSpeed's launcher names: node1:0,1@node2:2,3 has four; None if a
+    """Return how many devices `--include` of DeepSpeed's launcher names: node1:0,1@node2:2,3 has four; None if a
     node has no list.
     """
     lists = [node.partition(":")[2] for node in text.split("@")]
@@ -484,7 +484,7 @@ def included_devices(text: str) -> int | None:
 
 
 def text_for_a_shell(words: Sequence[str]) -> str | None:
-    """The text after `bash -c`, also where srun or a container starts the shell; None without one."""
+    """Return the text after `bash -c`, also where srun or a container starts the shell; None without one."""
     for shell, flag, text in zip(words, words[1:], words[2:]):
         name = shell.rpartition("/")[2]
         # -c may be joined with others, as in -lc.
@@ -494,7 +494,7 @@ def text_for_a_shell(words: Sequence[str]) -> str | None:
 
 
 def edited(text: str, words: Sequence[str], budget: Budget) -> str:
-    """The text after the `s/old/new/` of a `sed` command; other commands of sed are not followed."""
+    """Return the text after the `s/old/new/` of a `sed` command; other commands of sed are not followed."""
     for word in words[1:]:
         if not re.match(r"s\W", word):
             continue
@@ -513,7 +513,7 @@ def edited(text: str, words: Sequence[str], budget: Budget) -> str:
 def read_script(
     path: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()
 ) -> Script:
-    """The script with all that it would start. variables: of the environment. Raises ShellError."""
+    """Return the script with all that it would start. variables: of the environment. Raises ShellError."""
     script = Script(path.parent, Scope(dict(variables), list(arguments)))
     script.run(text_of_file(path, errors="replace"))
     return script

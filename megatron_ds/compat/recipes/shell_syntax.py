@@ -78,7 +78,7 @@ Statement = ShellCommand | Pipe | AndOr | If | For | Case | ShellFunction
 
 
 def statements_of(text: str) -> tuple[Statement, ...]:
-    """The statements of a script. Raises ShellError."""
+    """Return the statements of a script. Raises ShellError."""
     return Parser(list(tokens_of(text))).script()
 
 
@@ -120,7 +120,7 @@ class Parser:
             self.at += 1
 
     def _body(self, ends: set[str]) -> tuple[Statement, ...]:
-        """The statements up to one of the words, which is not consumed."""
+        """Return the statements up to one of the words, which is not consumed."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise ShellError(

@@ -30,7 +30,7 @@ JOINTS = {
 
 
 def is_true(words: Sequence[str], scope: Scope) -> bool:
-    """The result of a test: the words of `[ … ]`, `[[ … ]]` or `((…))`, as written. Files do not exist."""
+    """Return the result of a test: the words of `[ … ]`, `[[ … ]]` or `((…))`, as written. Files do not exist."""
     # A number is true unless it is 0 or open.
     first = words[0]
     if first.startswith("(("):
@@ -47,7 +47,7 @@ def is_true(words: Sequence[str], scope: Scope) -> bool:
 
 
 def _condition(words: Sequence[str], scope: Scope) -> bool:
-    """The result of a test without "and" and "or"."""
+    """Return the result of a test without "and" and "or"."""
     # The number of words gives the kind of test: a text, a unary or a binary operator.
     if words[:1] == ["!"]:
         return not _condition(words[1:], scope)

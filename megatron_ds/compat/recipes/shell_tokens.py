@@ -154,7 +154,7 @@ def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
 
 
 def skip_unit(text: str, at: int, line: int = 0) -> int:
-    """The place after the quoted text, the expansion or the plain characters at `at`."""
+    """Return the place after the quoted text, the expansion or the plain characters at `at`."""
     character = text[at]
     if character == OPEN:
         end = text.find(CLOSE, at)
@@ -186,7 +186,7 @@ def end_of_run(characters: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _closing(text: str, at: int, line: int) -> int:
-    """The place after the bracket that closes the one at `at`; comments count in an array only."""
+    """Return the place after the bracket that closes the one at `at`; comments count in an array only."""
     opening = text[at]
     closing = CLOSING[text[at]]
     depth = 0

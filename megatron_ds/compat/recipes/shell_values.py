@@ -31,12 +31,12 @@ def opened(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """The text without marks."""
+    """Return the text without marks."""
     return IS_OPEN.sub(r"\1", text)
 
 
 def closed(text: str) -> str:
-    """The text with open values empty."""
+    """Return the text with open values empty."""
     return IS_OPEN.sub("", text)
 
 
@@ -61,7 +61,7 @@ class Scope:
     output_of: Callable[[str], str | None] = lambda text: None
 
     def get(self, name: str) -> str | list[str] | None:
-        """The value of a variable or an argument; None if it is not set."""
+        """Return the value of a variable or an argument; None if it is not set."""
         if name in "@*":
             return self.arguments
         if name == "#":
@@ -73,7 +73,7 @@ class Scope:
         return self.variables.get(name)
 
     def text(self, name: str) -> str:
-        """The value as one word; an open value if it is not set, unless the script has unset it."""
+        """Return the value as one word; an open value if it is not set, unless the script has unset it."""
         value = self.get(name)
         if isinstance(value, list):
             return " ".join(value)
@@ -135,7 +135,7 @@ def fields_of(word: str, scope: Scope) -> list[str]:
 
 
 def value_of(word: str, scope: Scope) -> str:
-    """The value of a word that is not split, as in an assignment."""
+    """Return the value of a word that is not split, as in an assignment."""
     texts = []
     for text, _ in _units(word, scope):
         if isinstance(text, list):
@@ -145,7 +145,7 @@ def value_of(word: str, scope: Scope) -> str:
 
 
 def array_of(word: str, scope: Scope) -> list[str]:
-    """The elements of `(a "$B" …)`."""
+    """Return the elements of `(a "$B" …)`."""
     elements: list[str] = []
     for token in tokens_of(word[1:-1]):
         if not token.is_operator:
@@ -154,7 +154,7 @@ def array_of(word: str, scope: Scope) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The text at its blanks, except those inside of open values."""
+    """Return the text at its blanks, except those inside of open values."""
     return re.findall(rf"(?:{OPEN}[^{OPEN}{CLOSE}]*{CLOSE}|[^\s])+", text)
 
 
@@ -190,7 +190,7 @@ def _units(word: str, scope: Scope) -> list[Unit]:
 
 
 def _double_quoted(inner: str, scope: Scope) -> list[Unit]:
-    """The units of the text inside of double quotes."""
+    """Return the units of the text inside of double quotes."""
     units: list[Unit] = []
     text = ""
     at = 0
@@ -275,7 +275,7 @@ def _command_value(text: str, scope: Scope) -> str:
 
 
 def _parameter(inner: str, scope: Scope) -> str | list[str]:
-    """The value of `${inner}`."""
+    """Return the value of `${inner}`."""
     match = PARAMETER.fullmatch(inner)
     if match is None:
         return _unknown(inner)
@@ -316,7 +316,7 @@ def _unknown(inner: str) -> str:
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
-    """The elements of a variable; one of a text, none of a variable that is not set."""
+    """Return the elements of a variable; one of a text, none of a variable that is not set."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -332,7 +332,7 @@ def _acted(
     inner: str,
     scope: Scope,
 ) -> str | list[str]:
-    """The value after an operator such as `:-word`.
+    """Return the value after an operator such as `:-word`.
 
     value   of the variable `name`; an open one counts as not set
     action  the operator
@@ -369,7 +369,7 @@ TERNARY = re.compile(r"(.*)\?(.*):(.*)", re.S)
 
 
 def arithmetic(text: str, scope: Scope) -> str:
-    """The value of `$((text))`; open if a part of it is, or if it cannot be computed."""
+    """Return the value of `$((text))`; open if a part of it is, or if it cannot be computed."""
 
     def named(match: re.Match) -> str:
         value = scope.text(match[0])

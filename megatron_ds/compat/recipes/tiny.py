@@ -100,7 +100,7 @@ class Tiny:
 def shrunk(
     config: RunConfig, parsed: Callable[[str, int], RunConfig], scratch: str
 ) -> Tiny:
-    """The tiny run of a recipe's configuration. Raises ConfigError if it cannot be made.
+    """Return the tiny run of a recipe's configuration. Raises ConfigError if it cannot be made.
 
     parsed   function from (YAML text, ranks) to the configuration; raises ConfigError with its problems
     scratch  folder for offloaded state

@@ -16,7 +16,7 @@ LAST_LINES = 6  # of the output of a run that fails
 
 
 def losses_of(tiny: Tiny, folder: Path) -> list[dict]:
-    """The records of the steps of a tiny run. Raises ConfigError if it does not make STEPS steps.
+    """Return the records of the steps of a tiny run. Raises ConfigError if it does not make STEPS steps.
 
     folder: for its configuration and its metrics. Processes use CPUs alone.
     """
@@ -63,7 +63,7 @@ def losses_of(tiny: Tiny, folder: Path) -> list[dict]:
 
 
 def _run(words: Sequence[str], env: dict[str, str]) -> str:
-    """The output of a command, whose processes are ended with it."""
+    """Return the output of a command, whose processes are ended with it."""
     with subprocess.Popen(
         words,
         env=env,

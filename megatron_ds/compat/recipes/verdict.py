@@ -107,7 +107,7 @@ def assess(
     rules: Sequence[Rule] = (),
     ranks: int | None = None,
 ) -> Assessment:
-    """The assessment of one training.
+    """Return the assessment of one training.
 
     known, rules  as for `config.parse.parse`
     ranks         how many processes; None: as many as the recipe states, otherwise the fewest
@@ -163,7 +163,7 @@ def _assessed(
 
 
 def config_of(training: Training, ranks: int) -> RunConfig:
-    """The configuration of a training for this many processes; open values have their defaults."""
+    """Return the configuration of a training for this many processes; open values have their defaults."""
     line, _, _, _ = _read_words(training)
     readings = [
         _read_file(name, text, is_copy=name in training.copies)
@@ -261,7 +261,7 @@ def _of_flag(
 def _not_known(
     flag: str, spelling: Spelling | None, words: Sequence[str], closed: Sequence[str]
 ) -> str | None:
-    """Why the value of a flag is not known here; None if it is."""
+    """Return why the value of a flag is not known here; None if it is."""
     has_open = len(closed) < len(words)
     if spelling is None:
         answer = answer_to_flag(flag)
@@ -275,7 +275,7 @@ def _not_known(
 
 
 def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
-    """Whether the reader of the recipe is to fill in a value: it is left out, or it is several words, such as
+    """Return whether the reader of the recipe is to fill in a value: it is left out, or it is several words, such as
     "your tokenizer path"."""
     option = spelling.option
     if (
@@ -294,7 +294,7 @@ def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
 
 # -------------------------------------------------------------------------------------------------- JSON
 def _read_file(name: str, text: str, is_copy: bool) -> SourceReading:
-    """The reading of a YAML of GPT-NeoX, or of a JSON of DeepSpeed."""
+    """Return the reading of a YAML of GPT-NeoX, or of a JSON of DeepSpeed."""
     from ...config.sources.bounded_yaml import load_yaml
 
     is_yaml = name.endswith((".yml", ".yaml")) or not text.lstrip().startswith("{")
@@ -341,7 +341,7 @@ def _read_json(name: str, text: str, is_copy: bool) -> SourceReading:
 
 
 def _block_of(name: str, text: str) -> dict[str, Any]:
-    """The block of a JSON text. Raises ConfigError."""
+    """Return the block of a JSON text. Raises ConfigError."""
     parsed = partial(loads, object_pairs_hook=unique_keys(name))
     try:
         try:
@@ -366,7 +366,7 @@ def _block_of(name: str, text: str) -> dict[str, Any]:
 
 
 def _texts_in(block: Mapping[str, Any], name: str) -> set[str]:
-    """The texts among the values, and the keys that are no names. Raises ConfigError for too many values."""
+    """Return the texts among the values, and the keys that are no names. Raises ConfigError for too many values."""
     texts = set()
     waiting = [block]
     keys = 0

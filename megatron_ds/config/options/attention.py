@@ -66,7 +66,7 @@ class AttentionOptions:
     )
 
     def windowed_layers(self, num_layers: int) -> tuple[bool, ...]:
-        """Whether each layer has the window. Raises ConfigError."""
+        """Return whether each layer has the window. Raises ConfigError."""
         if self.window_size is None or self.window_attn_skip_freq is None:
             return (self.window_size is not None,) * num_layers
         pattern = read_layer_pattern(

@@ -228,7 +228,7 @@ class MoEOptions:
         )
 
     def experts_of_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The number of experts of each layer, 0 for a dense layer. Raises ConfigError."""
+        """Return the number of experts of each layer, 0 for a dense layer. Raises ConfigError."""
         if self.num_experts is None:
             return (0,) * num_layers
         chosen = self._moe_layers(num_layers)

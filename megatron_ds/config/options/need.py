@@ -33,7 +33,7 @@ def need(path: str, *values: Any) -> Need:
 
 
 def holds(value: Any, values: tuple) -> bool:
-    """Whether the value of an option, or an item of its list, is one that `need` asks for."""
+    """Return whether the value of an option, or an item of its list, is one that `need` asks for."""
     if not values:
         return value not in OFF
     items = value if isinstance(value, tuple) else (value,)

@@ -138,7 +138,7 @@ def json_key(kind: type, help: str, **more: Any) -> Option:
 
 
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
-    """The options of a section's dataclass, in the order of declaration; those of base classes come last."""
+    """Return the options of a section's dataclass, in the order of declaration; those of base classes come last."""
     hints = typing.get_type_hints(cls)
     own = cls.__annotations__
     declared = sorted(dataclasses.fields(cls), key=lambda f: f.name not in own)

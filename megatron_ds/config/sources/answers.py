@@ -23,7 +23,7 @@ class Answer:
     values: tuple[Any, ...] | None = None
 
     def accepts(self, value: Any) -> bool:
-        """Whether the value is accepted. value: of the flag as a string, or of the key."""
+        """Return whether the value is accepted. value: of the flag as a string, or of the key."""
         if self.values is None:
             return True
         if isinstance(value, dict):
@@ -36,7 +36,7 @@ class Answer:
 
 
 def asks_for_nothing(value: Any) -> bool:
-    """Whether a value switches a feature off; a block does by its "enabled", or else by all its values."""
+    """Return whether a value switches a feature off; a block does by its "enabled", or else by all its values."""
     if isinstance(value, dict):
         return (
             value["enabled"] in OFF

@@ -38,7 +38,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """The values of a text. Raises ConfigError, also for what is not YAML, and RecursionError."""
+    """Return the values of a text. Raises ConfigError, also for what is not YAML, and RecursionError."""
     try:
         root = yaml.load(text, Loader=BoundedLoader)
     except (

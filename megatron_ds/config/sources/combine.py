@@ -32,7 +32,7 @@ def merge(
 
 
 def contradictions(files: Iterable[Setting], flags: Iterable[Setting]) -> list[str]:
-    """A problem for each option to which files give different values, unless a flag overrides them."""
+    """Return a problem for each option to which files give different values, unless a flag overrides them."""
     decided = {setting.path for setting in flags}
     first: dict[str, Setting] = {}
     wrong = []
@@ -54,7 +54,7 @@ def combined(
     world_size: int = 1,
     scripted: Sequence[Setting] = (),
 ) -> RunConfig:
-    """The configuration that all settings together describe; the first of two files wins.
+    """Return the configuration that all settings together describe; the first of two files wins.
 
     scripted: values of the entry script
     """
@@ -126,7 +126,7 @@ def with_finetuning(config: RunConfig) -> RunConfig:
 
 
 def with_implied(config: RunConfig) -> RunConfig:
-    """The config with what features set where no source does."""
+    """Return the config with what features set where no source does."""
     for feature in features():
         implied = feature.implies(config) if feature.implies is not None else {}
         for path, (value, why) in implied.items():
@@ -205,7 +205,7 @@ def _derived(config: RunConfig, path: str, value: Any, why: str) -> RunConfig:
 
 
 def _last_of_schedule(config: RunConfig) -> int | None:
-    """The last size of --step-batch-size-schedule, if it can be read."""
+    """Return the last size of --step-batch-size-schedule, if it can be read."""
     train = config.train
     seq_length = config.model.seq_length
     if not train.step_batch_size_schedule or not seq_length:
@@ -245,7 +245,7 @@ CAPACITY = (
 
 
 def _with_layout(config: RunConfig) -> RunConfig:
-    """The layers of each stage, where options other than --pipeline-layout state them."""
+    """Return the layers of each stage, where options other than --pipeline-layout state them."""
     if config.parallel.pipeline_layout is not None:
         return config
     layout = uneven_layout(config)
@@ -257,7 +257,7 @@ def _with_layout(config: RunConfig) -> RunConfig:
 
 
 def _with_tokenizer(config: RunConfig) -> RunConfig:
-    """The tokenizer of Megatron's entry scripts, if files of it are given without its type."""
+    """Return the tokenizer of Megatron's entry scripts, if files of it are given without its type."""
     # PAI's tokenizer lies in the folder of the weights.
     data = config.data
     source = config.sources.get("data.tokenizer_type")
@@ -323,7 +323,9 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
 
 
 def _with_rows(config: RunConfig, files: Sequence[Setting]) -> RunConfig:
-    """The --vocab-size by which the model of a run.json keeps its rows, of which NullTokenizer does not count one."""
+    """Return the --vocab-size by which the model of a run.json keeps its rows, of which NullTokenizer does not
+    count one.
+    """
     size = "model.vocab_size"
     source = config.sources.get(size)
     if source is None or source.kind != RUN:

@@ -42,7 +42,7 @@ VERSION = "format_version"  # a key of every run.json
 
 
 def read_yaml(path: str) -> SourceReading:
-    """The settings and problems of a file. YAML tags construct no Python objects."""
+    """Return the settings and problems of a file. YAML tags construct no Python objects."""
     reading = SourceReading()
     try:
         root = _compose(path)
@@ -73,7 +73,7 @@ def imports_in(path: str) -> list[str]:
 
 
 def _compose(path: str) -> Any:
-    """The root node, None for an empty file. Raises ConfigError if the file is not YAML."""
+    """Return the root node, None for an empty file. Raises ConfigError if the file is not YAML."""
     import yaml
 
     try:
@@ -91,7 +91,7 @@ def _compose(path: str) -> Any:
 
 
 def text_of(path: str, flag: str) -> str:
-    """The text of a file that a flag gave. Raises ConfigError."""
+    """Return the text of a file that a flag gave. Raises ConfigError."""
     try:
         if Path(path).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -216,7 +216,7 @@ class FileEntry:
         return f"{self.path}:{self.line}"
 
     def plain(self) -> Any:
-        """The value as written: a string or a list of strings. Raises ConfigError for a block."""
+        """Return the value as written: a string or a list of strings. Raises ConfigError for a block."""
         if self.value.id == "sequence" and all(
             item.id == "scalar" for item in self.value.value
         ):
@@ -234,7 +234,7 @@ class FileEntry:
         return spellings().get("--" + self._name.replace("_", "-"))
 
     def option(self) -> Option:
-        """The option of this name. Raises ConfigError with a suggestion."""
+        """Return the option of this name. Raises ConfigError with a suggestion."""
         option = names().get(self._name)
         switch = self.switch
         if option is not None and self.section in (
@@ -314,7 +314,7 @@ class JsonDocument(SourceReading):
         self.values: dict[str, Any] = {}
 
     def take(self, key: str, option: Option | None = None) -> Any:
-        """The value of a key; None if it is absent, "auto", or wrong, which is noted as a problem."""
+        """Return the value of a key; None if it is absent, "auto", or wrong, which is noted as a problem."""
         value = self.values.get(key)
         if value is None or value == "auto":
             return None
@@ -357,7 +357,7 @@ def declared_keys() -> Mapping[str, Option]:
 
 
 def paths_of(key: str) -> set[str]:
-    """The options that a key sets; for a translated key, all of a section, since several may depend on it."""
+    """Return the options that a key sets; for a translated key, all of a section, since several may depend on it."""
     if key in declared_keys():
         return {declared_keys()[key].path}
     block = key.partition(".")[0]

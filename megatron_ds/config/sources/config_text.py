@@ -174,7 +174,7 @@ def title_of(section: str) -> str:
 
 
 def short_help_text() -> str:
-    """The options of `MOST_USED`, each in a sentence."""
+    """Return the options of `MOST_USED`, each in a sentence."""
     lines = [
         "The flags that most runs set; all flags, their defaults and when not to use them: --help."
     ]
@@ -233,7 +233,7 @@ def explanation(option: Option) -> str:
 
 
 def default_text(option: Option) -> str:
-    """The default as it is written after the flag. Empty without a default, and for switches that are off."""
+    """Return the default as it is written after the flag. Empty without a default, and for switches that are off."""
     if option.default in (None, ()) or option.default is False:
         return ""
     return "on" if option.default is True else value_text(option.default)
@@ -274,7 +274,7 @@ def _rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def report_without_effect(config: RunConfig) -> str:
-    """A list of accepted flags and keys that change nothing, by reason. Empty if there are none.
+    """Return a list of accepted flags and keys that change nothing, by reason. Empty if there are none.
 
     accepted, nothing to do:
       --use-flash-attn, --transformer-impl    kernels are chosen by what the device supports
@@ -338,7 +338,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def from_dict(saved: Mapping[str, Any], left_out: Collection[str] = ()) -> RunConfig:
-    """The config that `to_dict` of this or an older version wrote, without the sections `left_out`.
+    """Return the config that `to_dict` of this or an older version wrote, without the sections `left_out`.
 
     Raises ConfigError for other sections and fields that are unknown.
     """

@@ -94,7 +94,7 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def read_flags(argv: Sequence[str]) -> CommandLine:
-    """The settings and problems of a command line.
+    """Return the settings and problems of a command line.
 
     If a flag occurs twice, the later one wins; values of an option that repeats are added up.
     """
@@ -138,7 +138,7 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
 
 
 def settled(line: CommandLine) -> CommandLine:
-    """The line without settings that other flags override, and with its contradictions as problems."""
+    """Return the line without settings that other flags override, and with its contradictions as problems."""
     line.settings = list(_with_lists(line.settings))
     line.settings = _with_padded_vocabulary(line.settings)
     given = {(setting.path, setting.value) for setting in line.settings}
@@ -158,7 +158,7 @@ PADDED = "--padded-vocab-size"  # rows of the embedding, at least as many as --v
 
 
 def _with_padded_vocabulary(settings: Sequence[Setting]) -> list[Setting]:
-    """The settings without a --vocab-size that --padded-vocab-size exceeds. NullTokenizer takes its end of
+    """Return the settings without a --vocab-size that --padded-vocab-size exceeds. NullTokenizer takes its end of
     document from --vocab-size; for it the two remain a contradiction.
     """
     sizes = [setting for setting in settings if setting.path == "model.vocab_size"]
@@ -184,7 +184,7 @@ def _padded_names() -> set[str]:
 
 
 def _with_lists(settings: Sequence[Setting]) -> Iterator[Setting]:
-    """The settings, those of an option that repeats as one."""
+    """Yield the settings, those of an option that repeats as one."""
     lists: dict[str, Setting] = {}
     for setting in settings:
         if not all_options()[setting.path].repeats:
@@ -199,7 +199,7 @@ def _with_lists(settings: Sequence[Setting]) -> Iterator[Setting]:
 
 
 def canonical(flag: str) -> str:
-    """The flag with hyphens: --hidden-size for --hidden_size."""
+    """Return the flag with hyphens: --hidden-size for --hidden_size."""
     return flag.replace("_", "-")
 
 
@@ -263,7 +263,7 @@ def _setting(flag: str, words: list[str]) -> Setting:
 
 
 def _of_phrase(flag: str, words: list[str]) -> list[Setting]:
-    """The settings of a flag of a fork that stands for several flags."""
+    """Return the settings of a flag of a fork that stands for several flags."""
     value = " ".join(words).strip("'\"")
     known = foreign_words().phrases[flag]
     if value not in known:
@@ -277,7 +277,7 @@ def _of_phrase(flag: str, words: list[str]) -> list[Setting]:
 
 
 def _of_reader(flag: str, words: list[str]) -> Setting:
-    """The setting of a flag of a fork with words in another form."""
+    """Return the setting of a flag of a fork with words in another form."""
     other, reader = foreign_words().readers[flag]
     return replace(_setting(other, reader(words, flag)), source=Source("flag", flag))
 
@@ -339,7 +339,7 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
 
 
 def _contradictions(settings: Sequence[Setting]) -> list[str]:
-    """A problem for each two flags that set an option to different values. `--no-x` may follow `--x`."""
+    """Return a problem for each two flags that set an option to different values. `--no-x` may follow `--x`."""
     wrong = []
     last: dict[str, Setting] = {}
     for setting in settings:

@@ -57,5 +57,5 @@ NONE = ForeignWords()
 
 @cache
 def foreign_words() -> ForeignWords:
-    """The words of all dialects that are installed."""
+    """Return the words of all dialects that are installed."""
     return FOREIGN_WORDS.find() or NONE

@@ -50,7 +50,7 @@ class SourceReading:
             self.unread.add(path)
 
     def settings_or_error(self) -> list[Setting]:
-        """The settings. Raises one ConfigError with all problems, if there are any."""
+        """Return the settings. Raises one ConfigError with all problems, if there are any."""
         reject(self.problems)
         return self.settings
 

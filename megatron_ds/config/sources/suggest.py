@@ -98,7 +98,7 @@ def synonyms() -> Mapping[str, str | tuple[str, ...]]:
 
 
 def near_flag(typed: str, known: Iterable[str]) -> str:
-    """The text to add to `unknown flag --typed`: `; did you mean '--lr'?`, `: a sentence.`, or nothing."""
+    """Return the text to add to `unknown flag --typed`: `; did you mean '--lr'?`, `: a sentence.`, or nothing."""
     return _near(
         typed.lstrip("-"), {flag.lstrip("-"): flag for flag in known}, lambda flag: flag
     )
@@ -112,7 +112,7 @@ def near_key(name: str, known: Mapping[str, str]) -> str:
 
 
 def most_similar(name: str, known: Sequence[str]) -> str | None:
-    """The known name with the highest ratio of difflib, ignoring case; None below the cutoff."""
+    """Return the known name with the highest ratio of difflib, ignoring case; None below the cutoff."""
     folded = {k.lower().replace("_", "-"): k for k in known}
     near = difflib.get_close_matches(
         name.lower().replace("_", "-"), folded, n=1, cutoff=CUTOFF
@@ -123,7 +123,7 @@ def most_similar(name: str, known: Sequence[str]) -> str | None:
 def _near(
     name: str, known: Mapping[str, str], written: Callable[[str], str | None]
 ) -> str:
-    """The end of a message that suggests known names similar to `name`; "" if there are none.
+    """Return the end of a message that suggests known names similar to `name`; "" if there are none.
 
     known    each valid name → how it is written here
     written  from a flag of this package to how it is written here; None if it is not valid here

@@ -67,7 +67,7 @@ class Useless:
     from_json: bool = False
 
     def reason(self, config: RunConfig) -> str:
-        """Why the options have no effect."""
+        """Return why the options have no effect."""
         return self.why if isinstance(self.why, str) else self.why(config)
 
 
@@ -208,7 +208,7 @@ USELESS = (
 
 
 def without_useless_options(config: RunConfig) -> RunConfig:
-    """The configuration without options that have no effect beside others."""
+    """Return the configuration without options that have no effect beside others."""
     for row in USELESS:
         if row.holds(config):
             paths = _of_json(config, row.paths) if row.from_json else row.paths
@@ -217,7 +217,7 @@ def without_useless_options(config: RunConfig) -> RunConfig:
 
 
 def _of_json(config: RunConfig, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths that a DeepSpeed JSON gave."""
+    """Return the paths that a DeepSpeed JSON gave."""
     sources = {path: config.sources.get(path) for path in paths}
     return tuple(
         path
@@ -227,7 +227,7 @@ def _of_json(config: RunConfig, paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def without(config: RunConfig, paths: tuple[str, ...], why: str) -> RunConfig:
-    """The options set to their defaults; those that had another value are noted with the reason."""
+    """Return the options set to their defaults; those that had another value are noted with the reason."""
     given = [path for path in paths if not config.is_default(path)]
     if not given:
         return config

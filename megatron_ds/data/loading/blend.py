@@ -115,7 +115,7 @@ def parse_split(text: str) -> tuple[float, ...]:
 
 
 def cut(num_documents: int, shares: Sequence[float]) -> tuple[range, ...]:
-    """The documents of each part: contiguous ranges, as in Megatron.
+    """Return the documents of each part: contiguous ranges, as in Megatron.
 
     Bounds are running sums of the shares, rounded to a whole document (half to even).
     """
@@ -181,7 +181,7 @@ class CorpusSlice(NamedTuple):
     last: float = 1.0
 
     def documents(self, count: int) -> range:
-        """The range of `count` documents. Bounds are rounded to a whole document, half to even, as in
+        """Return the range of `count` documents. Bounds are rounded to a whole document, half to even, as in
         BigScience's fork.
         """
         return range(round(self.first * count), round(self.last * count))
@@ -215,7 +215,7 @@ class Blend:
         return tuple(part.prefix for part in self.slices)
 
     def without(self, slices: Collection[CorpusSlice]) -> "Blend":
-        """The blend without these corpora; the others keep their proportions."""
+        """Return the blend without these corpora; the others keep their proportions."""
         kept = [i for i, part in enumerate(self.slices) if part not in slices]
         weights = None if self.weights is None else tuple(self.weights[i] for i in kept)
         return Blend(
@@ -292,7 +292,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
 
 
 def _with_ranges(words: Sequence[str], given: str) -> Iterator[str | CorpusSlice]:
-    """The words, each range and the prefix after it as one `CorpusSlice`."""
+    """Yield the words, each range and the prefix after it as one `CorpusSlice`."""
     remaining = iter(words)
     for word in remaining:
         found = RANGE.fullmatch(word)

@@ -60,7 +60,7 @@ _warned: set[Path] = set()
 
 
 def default_cache(prefix: str) -> Path:
-    """The folder in which Megatron keeps index maps by default, next to the corpus."""
+    """Return the folder in which Megatron keeps index maps by default, next to the corpus."""
     return Path(prefix).parent / "cache" / "GPTDataset_indices"
 
 
@@ -71,7 +71,7 @@ def cached_arrays(
     names: Sequence[str],
     build: Callable[[], Mapping[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """The arrays `names` of an entry, from the cache, or made by `build()` and stored.
+    """Return the arrays `names` of an entry, from the cache, or made by `build()` and stored.
 
     key: all that the values depend on (plain JSON values).  If the directory cannot be written, each process
     builds the arrays in memory, with a warning.
@@ -202,7 +202,7 @@ class CacheEntry:
         self._stamp = directory / f".{self.stem}-verified"
 
     def load(self, verify_large: bool) -> dict[str, np.ndarray] | None:
-        """The arrays, mapped. None if there is no entry, or if it is large, not verified yet, and
+        """Return the arrays, mapped. None if there is no entry, or if it is large, not verified yet, and
         `verify_large` is False.
 
         verify_large: read a large entry in full unless it was verified since it was written. The caller holds

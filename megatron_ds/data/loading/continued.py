@@ -19,7 +19,7 @@ from ..kind import Dataset
 def pieces_of(
     plans: Sequence[int], same_order: Callable[[int, int], bool]
 ) -> list[int]:
-    """The number of samples of each piece of the stream, for rising numbers that the starts of a run planned.
+    """Return the number of samples of each piece of the stream, for rising numbers that the starts of a run planned.
 
     same_order: whether datasets of two numbers of samples begin with the same ones; then a piece grows
     """
@@ -46,7 +46,7 @@ class ContinuedDataset:
         return self.starts[-1]
 
     def place(self, i: int) -> tuple[Dataset, int]:
-        """The dataset of sample i, and the number of the sample in it."""
+        """Return the dataset of sample i, and the number of the sample in it."""
         piece = bisect_right(self.starts, i) - 1
         return self.datasets[piece], i - self.starts[piece]
 

@@ -63,7 +63,7 @@ def build_datasets(
     one_epoch: bool = False,
     planned: Sequence[int] = (),
 ) -> Datasets:
-    """The datasets of a run, each of at least the wanted number of samples.
+    """Return the datasets of a run, each of at least the wanted number of samples.
 
     samples: (training, validation, test) wanted.
     planned: the numbers of training samples that the starts of the run planned, in rising order, whose order
@@ -107,7 +107,7 @@ def build_datasets(
 def fit_default_split(
     config: RunConfig, samples: Sequence[int], kind: DataKind = GPT_DATA
 ) -> RunConfig:
-    """The config with a split for a small corpus, if the default split leaves wanted validation without text.
+    """Return the config with a split for a small corpus, if the default split leaves wanted validation without text.
 
     Then the last document of the largest corpus is for validation and the others for training. A --split that
     the user gave is kept, and so is the default of an order of samples, whose index numbers them under it. The
@@ -199,7 +199,7 @@ class _Builder:
         self._corpora: dict[str, IndexedDataset] = {}
 
     def dataset(self, part: _Part, wanted: int, blend: Blend | None) -> Dataset | None:
-        """The dataset of a part, or None."""
+        """Return the dataset of a part, or None."""
         if not wanted:
             return None
         is_training = part.name == "train"
@@ -256,7 +256,7 @@ class _Builder:
     def continued(
         self, part: _Part, planned: Sequence[int], blend: Blend
     ) -> Dataset | None:
-        """The training samples in the order in which the starts of the run planned them."""
+        """Return the training samples in the order in which the starts of the run planned them."""
         wanted = planned[-1]
         if len(planned) > 1 and self.config.data.dataloader_type == "cyclic":
             return self._cyclic(part, planned, blend)
@@ -300,7 +300,7 @@ class _Builder:
         return dataset
 
     def _begin_alike(self, part: _Part, blend: Blend, one: int, other: int) -> bool:
-        """Whether datasets of `one` and of `other` samples begin with the same samples."""
+        """Return whether datasets of `one` and of `other` samples begin with the same samples."""
         is_whole = blend.weights is None and len(blend.slices) > 1
         if self.one_epoch or is_whole:
             return True
@@ -331,13 +331,13 @@ class _Builder:
             raise DataError(f"{flag} {prefix}: {error}") from None
 
     def documents(self, flag: str, piece: CorpusSlice) -> range:
-        """The documents of a slice."""
+        """Return the documents of a slice."""
         return piece.documents(
             len(self.kind.documents(self.corpus(flag, piece.prefix))) - 1
         )
 
     def has_text(self, part: _Part, slices: Sequence[CorpusSlice]) -> bool:
-        """Whether the part has a token in any of the slices."""
+        """Return whether the part has a token in any of the slices."""
         return any(self._lengths(part, piece).any() for piece in slices)
 
     def _with_text(self, part: _Part, blend: Blend) -> Blend:
@@ -368,7 +368,7 @@ class _Builder:
         return self._weighed(part, blend)
 
     def _weighed(self, part: _Part, blend: Blend) -> Blend:
-        """The blend with weights in samples."""
+        """Return the blend with weights in samples."""
         if self.config.data.blend_weights != "epochs" or blend.weights is None:
             return blend
         tokens = [self._num_tokens(part, piece) for piece in blend.slices]

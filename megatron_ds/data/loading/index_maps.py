@@ -48,7 +48,7 @@ def build_index_maps(
     num_samples: int | None,
     seed: int,
 ) -> IndexMaps:
-    """The three arrays for at least `num_samples` samples of `documents`; one epoch for `num_samples` None.
+    """Return the three arrays for at least `num_samples` samples of `documents`; one epoch for `num_samples` None.
 
     lengths: tokens of every sequence of the corpus.  Raises DataError when the documents hold no sample.
     """
@@ -100,7 +100,7 @@ def num_samples_in(num_tokens: int, seq_length: int) -> int:
 def epochs_needed(
     tokens_per_epoch: int, seq_length: int, num_samples: int | None
 ) -> int:
-    """The smallest E with E · tokens_per_epoch >= num_samples · s + 1."""
+    """Return the smallest E with E · tokens_per_epoch >= num_samples · s + 1."""
     if num_samples is None:
         return 1
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
@@ -109,7 +109,7 @@ def epochs_needed(
 def last_epoch_is_separate(
     tokens_per_epoch: int, seq_length: int, num_samples: int | None, epochs: int
 ) -> bool:
-    """Whether so little of the last epoch is used that it is shuffled separately.
+    """Return whether so little of the last epoch is used that it is shuffled separately.
 
     Shuffled with the others, a partly used last epoch would leave parts of the corpus read once less than the
     rest.
@@ -185,7 +185,7 @@ def build_sample_index(
 def plain_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, seq_length: int
 ) -> np.ndarray:
-    """The result of `build_sample_index`, computed with numpy by bisection in the ends of the documents."""
+    """Return the result of `build_sample_index`, computed with numpy by bisection in the ends of the documents."""
     sizes = lengths[document_index]
     ends = np.cumsum(sizes, dtype=np.int64)
     starts = (
@@ -216,7 +216,7 @@ def build_shuffle_index(
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled module; None, logged once, where the package was installed without a compiler."""
+    """Return the compiled module; None, logged once, where the package was installed without a compiler."""
     return load_compiled(
         "_index_builder",
         "the index builder",

@@ -133,7 +133,7 @@ class Loader:
 def local_positions(
     consumed: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int
 ) -> list[int]:
-    """The G / dp stream positions of one rank after `consumed` samples, ordered by micro-batch."""
+    """Return the G / dp stream positions of one rank after `consumed` samples, ordered by micro-batch."""
     chunk = micro_batch * dp_size
     if global_batch % chunk:
         raise ConfigError(
@@ -160,7 +160,7 @@ def single(positions: np.ndarray, total: int) -> np.ndarray:
 def cyclic(
     positions: np.ndarray, total: int, *, micro_batch: int = 1, shards: int = 1
 ) -> np.ndarray:
-    """The dataset repeatedly, in a new random order for each epoch, drawn from the epoch's number.
+    """Return the dataset repeatedly, in a new random order for each epoch, drawn from the epoch's number.
 
     By default the order does not depend on the layout, and every sample is read once an epoch. Megatron's
     default, "data sharding", is `shards` = data-parallel size with the micro-batch size: each rank reads a

@@ -15,7 +15,7 @@ FORM = '"NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX"'
 
 
 def words_of_groups(groups: Sequence[str], flag: str) -> list[str]:
-    """The words of the only group. Raises ConfigError for several groups, and for another form."""
+    """Return the words of the only group. Raises ConfigError for several groups, and for another form."""
     if len(groups) > 1:
         names = ", ".join(group.partition(":")[0] for group in groups)
         raise ConfigError(

@@ -144,7 +144,7 @@ def _cut(tokens: np.ndarray, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]
 
 
 def _id_of(tokenizer: Tokenizer, flag: str, name: str) -> int:
-    """The id of a token by its text, or the id itself in decimal."""
+    """Return the id of a token by its text, or the id itself in decimal."""
     ids = [int(name)] if name.isdecimal() else tokenizer.encode(name)
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
         raise ConfigError(

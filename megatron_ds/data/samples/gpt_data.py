@@ -65,7 +65,7 @@ def open_gpt_dataset(
     seed: int,
     cache: str | Path | None = None,
 ) -> GPTDataset:
-    """The dataset of a range of documents. Its index maps are read from the cache, or built and stored there.
+    """Return the dataset of a range of documents. Its index maps are read from the cache, or built and stored there.
 
     title: names the part in the cache ("GPTDataset-train").  cache: None for `cache/GPTDataset_indices` next
     to the corpus.
@@ -277,7 +277,7 @@ def _same_order(
     one: int,
     other: int,
 ) -> bool:
-    """Whether datasets of two numbers of samples begin with the same samples."""
+    """Return whether datasets of two numbers of samples begin with the same samples."""
     # Packs have an order for each epoch, whatever the number of epochs.
     if config.data.pack_documents or config.data.sft:
         return True

@@ -88,7 +88,7 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
 def build_packs(
     lengths: np.ndarray, documents: range, seq_length: int, seed: int
 ) -> Packs:
-    """The samples of one epoch over these sequences of a corpus. `seed` assigns the pieces to samples."""
+    """Return the samples of one epoch over these sequences of a corpus. `seed` assigns the pieces to samples."""
     # Cut each sequence into pieces of s + 1 tokens, which share a token with the next one.
     tokens = lengths[documents.start : documents.stop].astype(np.int64)
     # A sequence of one token predicts nothing.
@@ -194,7 +194,8 @@ def open_packed_dataset(
     cache: str | Path | None = None,
     masks: LossMasks | None = None,
 ) -> PackedDataset:
-    """The dataset of a range of documents, packed. Its packs are read from the cache, or built and stored there.
+    """Return the dataset of a range of documents, packed. Its packs are read from the cache, or built and stored
+    there.
 
     num_samples: samples in all, over several epochs; None for one epoch
     masks: of a corpus of conversations, which lose their end where they are longer than a sample: an answer

@@ -157,7 +157,7 @@ class IndexedDataset:
         return digest.hexdigest()
 
     def key(self, documents: range) -> dict:
-        """What identifies a range of documents in a cache: path, fingerprint and bounds, as JSON values."""
+        """Return what identifies a range of documents in a cache: path, fingerprint and bounds, as JSON values."""
         key = {
             "dataset_path": str(self.bin_path.resolve())[:-4],
             "corpus": self.fingerprint(),
@@ -379,7 +379,7 @@ def corpus_paths(prefix: str | os.PathLike) -> tuple[Path, Path]:
 
 
 def _map(path: Path) -> memoryview:
-    """The bytes of a file, mapped into memory. Raises DataError when it cannot be read."""
+    """Return the bytes of a file, mapped into memory. Raises DataError when it cannot be read."""
     try:
         # An empty file cannot be mapped.
         if path.stat().st_size == 0:
@@ -462,7 +462,7 @@ def _column(
 
 
 def _limits(dtype: np.dtype) -> tuple[int, int]:
-    """The lowest and the highest token id of a type."""
+    """Return the lowest and the highest token id of a type."""
     info = np.iinfo(dtype)
     return max(info.min, 0), info.max
 
@@ -500,7 +500,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 def _damaged(path: Path, what: str) -> DataError:
-    """The error to raise for a damaged file."""
+    """Return the error to raise for a damaged file."""
     return DataError(
         f"{path} is damaged: {what}. Copy it again, or make it again with "
         "megatron-ds preprocess."

@@ -47,7 +47,7 @@ class LossMasks:
         )
 
     def get(self, i: int, start: int = 0, length: int | None = None) -> np.ndarray:
-        """The masks of `length` tokens of sequence i from token `start` on, uint8; to its end for None.
+        """Return the masks of `length` tokens of sequence i from token `start` on, uint8; to its end for None.
 
         Raises DataError for a value that is no mask.
         """

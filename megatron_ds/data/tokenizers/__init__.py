@@ -36,7 +36,7 @@ TOKENIZERS.declare(
 
 
 def build_tokenizer(data: "DataConfig", model: "ModelConfig") -> Tokenizer:
-    """The tokenizer of a run. Raises as `make_tokenizer`, and ConfigError without --tokenizer-type."""
+    """Return the tokenizer of a run. Raises as `make_tokenizer`, and ConfigError without --tokenizer-type."""
     if data.tokenizer_type is None:
         raise ConfigError(
             "no tokenizer is given: add --tokenizer-type, one of "

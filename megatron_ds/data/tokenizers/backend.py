@@ -189,7 +189,7 @@ def _native(
 
 
 def _native_or_reason(describe: Describe, library: EncodeBatch) -> CheckedBackend | str:
-    """The native backend, or the reason why it cannot be used."""
+    """Return the native backend, or the reason why it cannot be used."""
     module = extension()
     if module is None:
         return "megatron_ds was installed without a C++17 compiler, so its faster encoder is missing"
@@ -199,7 +199,7 @@ def _native_or_reason(describe: Describe, library: EncodeBatch) -> CheckedBacken
     encoder = module.Encoder(*plan)
 
     def encode(texts: Sequence[str]) -> Arrays:
-        """The library encodes texts with an added token."""
+        """Return the library encodes texts with an added token."""
         ids, lengths, left = encoder.encode(list(texts))
         if not left:
             return ids, lengths
@@ -244,7 +244,7 @@ BACKENDS = tuple(_MAKERS)
 
 @functools.cache
 def extension() -> ModuleType | None:
-    """The compiled encoder, or None where the package was installed without a compiler."""
+    """Return the compiled encoder, or None where the package was installed without a compiler."""
     try:
         return importlib.import_module("megatron_ds._bpe")
     except ImportError:
@@ -253,7 +253,7 @@ def extension() -> ModuleType | None:
 
 @functools.cache
 def byte_letters() -> dict[int, str]:
-    """The letter that byte-level vocabularies write for each of the 256 bytes (Radford et al. 2019).
+    """Return the letter that byte-level vocabularies write for each of the 256 bytes (Radford et al. 2019).
 
     Bytes that are visible in Latin-1 stand for themselves; the others, in order, are the letters from U+0100
     on.
@@ -290,7 +290,7 @@ class NativePlan(NamedTuple):
 
 
 def plan_native(description: str) -> NativePlan | str:
-    """The plan for the text of a `tokenizer.json`, or the reason why the tokenizer is not supported."""
+    """Return the plan for the text of a `tokenizer.json`, or the reason why the tokenizer is not supported."""
     parts = json.loads(description)
     model = parts["model"]
     if model.get("type") != "BPE":
@@ -362,7 +362,7 @@ def _as_bytes(vocab: dict[str, int]) -> list[tuple[bytes, int]]:
 
 @functools.cache
 def library_classes() -> bytes:
-    """The class of each code point in the `tokenizers` library, whose Unicode version differs from Python's.
+    """Return the class of each code point in the `tokenizers` library, whose Unicode version differs from Python's.
 
     The library cuts the text of all characters, in order, into runs of one class; the class of a run is found
     from its first character.

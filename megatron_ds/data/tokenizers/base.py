@@ -35,13 +35,13 @@ class Tokenizer(Protocol):
         """Make it from its flags. Raises ConfigError for a missing flag, DataError for a damaged file."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without an end of document."""
+        """Return the ids of a text, without an end of document."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text."""
+        """Return the ids of each text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids."""
+        """Return the text of these ids."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def arrays_of(tokenizer: Tokenizer, texts: Sequence[str]) -> Arrays:
 
 
 def flat(rows: Sequence[Sequence[int]]) -> Arrays:
-    """The rows back to back, int32, and their lengths, int64."""
+    """Return the rows back to back, int32, and their lengths, int64."""
     lengths = np.array([len(row) for row in rows], np.int64)
     return np.fromiter(
         (i for row in rows for i in row), np.int32, int(lengths.sum())
@@ -79,7 +79,7 @@ def required_files(
     *,
     folder_ok: bool = False,
 ) -> list[str]:
-    """The paths in these fields. Raises one ConfigError naming all flags that are missing or name no file."""
+    """Return the paths in these fields. Raises one ConfigError naming all flags that are missing or name no file."""
     flag = lambda field: "--" + field.replace("_", "-")
     wrong = []
     missing = [flag(field) for field in fields if not getattr(options, field)]

@@ -148,7 +148,7 @@ class Llama2Tokenizer(SentencePieceTokenizer):
 
 
 def byte_level(model: "Model") -> "LibraryModel":
-    """The library's tokenizer over a byte-level BPE model, as GPT-2's."""
+    """Return the library's tokenizer over a byte-level BPE model, as GPT-2's."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
 
     tokenizer = Tokenizer(model)
@@ -158,7 +158,7 @@ def byte_level(model: "Model") -> "LibraryModel":
 
 
 def word_piece(model: "Model", lower: bool) -> "LibraryModel":
-    """The library's tokenizer over a WordPiece model."""
+    """Return the library's tokenizer over a WordPiece model."""
     from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(model)

@@ -52,7 +52,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _named(path: Path) -> dict[str, str | None]:
-    """The tokens in one file: a string, or an object with the text under "content"."""
+    """Return the tokens in one file: a string, or an object with the text under "content"."""
     found = {}
     for name, token in _object_in(path).items():
         text = token.get("content") if isinstance(token, Mapping) else token
@@ -68,7 +68,7 @@ def _named(path: Path) -> dict[str, str | None]:
 
 
 def _object_in(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} without the file."""
+    """Return the object in a JSON file; {} without the file."""
     if not path.exists():
         return {}
     content = read_json_text(path, str(path))
@@ -78,7 +78,7 @@ def _object_in(path: Path) -> dict[str, Any]:
 
 
 def read_json_text(path: str | Path, name: str) -> Any:
-    """The content of a JSON file that messages call `name`. Raises DataError."""
+    """Return the content of a JSON file that messages call `name`. Raises DataError."""
     try:
         return json.loads(read_text(path, DataError, name, most=LARGEST))
     except ValueError as error:  # JSON and UTF-8 errors are both ValueErrors
@@ -97,7 +97,7 @@ def _short(value: object, most: int = 60) -> str:
 
 
 def end_of_document(file: str, vocabulary: Mapping[str, int]) -> int:
-    """The id of the token that ends a document, for a tokenizer.json: the eos_token of the files beside it.
+    """Return the id of the token that ends a document, for a tokenizer.json: the eos_token of the files beside it.
 
     Without one, the only token of END_NAMES in the vocabulary. Raises DataError if there are none or several,
     or if the eos_token is not in the vocabulary: transformers would give it a new id behind all others.

@@ -106,7 +106,7 @@ def make_sample(
     options: BertOptions,
     random: np.random.RandomState,
 ) -> dict[str, np.ndarray]:
-    """A sample of these sentences, with at most `target` of their tokens, in Megatron's order of draws."""
+    """Return a sample of these sentences, with at most `target` of their tokens, in Megatron's order of draws."""
     a, b, swapped = _segments(sentences, options.pairs, random)
     a, b, truncated = truncate(a, b, target, random)
     tail = [b, [pieces.sep]] if len(b) else []
@@ -176,7 +176,7 @@ def open_bert_dataset(
     cache: str | Path | None,
     pieces: WordPieces,
 ) -> BertDataset:
-    """The dataset of a range of documents. Its mapping is read from the cache, or built and stored there.
+    """Return the dataset of a range of documents. Its mapping is read from the cache, or built and stored there.
 
     num_samples: at least so many, in whole epochs; None for one epoch.  Raises DataError where no document
     can be used.
@@ -284,7 +284,7 @@ def bert_batch(
     sample_ids: tuple[int, ...],
     training: bool,
 ) -> Batch:
-    """The `Collator` of samples of `BertDataset`."""
+    """Return the `Collator` of samples of `BertDataset`."""
     column = lambda key: torch.from_numpy(
         np.stack([sample[key] for sample in samples])
     )  # [b, s]

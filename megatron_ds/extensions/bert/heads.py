@@ -126,7 +126,7 @@ class SegmentOrderHead(nn.Module):
 def bert_head_flops(
     config: ModelConfig, seq_length: int, vocab_size: int
 ) -> LayerFlops:
-    """The dense layer and the vocabulary at every position; the binary head at the first."""
+    """Return the dense layer and the vocabulary at every position; the binary head at the first."""
     h = config.hidden_size
     order = 6.0 * h * (h + ORDERS) if config.bert_binary_head else 0.0
     return LayerFlops(6.0 * seq_length * h * (h + vocab_size) + order)

@@ -74,7 +74,7 @@ def plain_mapping(
     seed: int,
     min_num_sent: int,
 ) -> np.ndarray:
-    """The result of `build_mapping`, computed in Python.  ratio: one in so many samples is short."""
+    """Return the result of `build_mapping`, computed in Python.  ratio: one in so many samples is short."""
     targets = _targets(ratio, max_seq_length, seed)
     rows: list[tuple[int, int, int]] = []
     for _ in range(num_epochs):
@@ -133,7 +133,7 @@ def plain_blocks_mapping(
     seed: int,
     least: int,
 ) -> np.ndarray:
-    """The result of `build_blocks_mapping`, computed in Python.
+    """Return the result of `build_blocks_mapping`, computed in Python.
 
     least: sentences of a block, and of the rest of its document
     """
@@ -216,7 +216,7 @@ def _targets(ratio: int, longest: int, seed: int) -> Iterator[int]:
 def _shuffled(
     rows: Sequence[tuple[int, ...]], width: int, dtype: type, seed: int
 ) -> np.ndarray:
-    """The rows in random order, by Fisher and Yates' shuffle from the back."""
+    """Return the rows in random order, by Fisher and Yates' shuffle from the back."""
     order = list(range(len(rows)))
     # Each draw is from the part that is not shuffled yet.
     sizes = np.arange(len(rows), 1, -1, dtype=np.uint64)
@@ -227,7 +227,7 @@ def _shuffled(
 
 
 def mt19937_64(seed: int, count: int) -> np.ndarray:
-    """The first `count` numbers of `std::mt19937_64(seed)`, uint64.
+    """Return the first `count` numbers of `std::mt19937_64(seed)`, uint64.
 
     Nishimura 2000, "Tables of 64-bit Mersenne Twisters", as in the C++ standard, [rand.predef].
     """

@@ -124,7 +124,7 @@ def candidates(
 
 
 def pieces_of(tokenizer: "Tokenizer") -> WordPieces:
-    """The word pieces in `tokenizer.vocab`, {token: id}. Raises ConfigError without BERT's special tokens."""
+    """Return the word pieces in `tokenizer.vocab`, {token: id}. Raises ConfigError without BERT's special tokens."""
     vocab = getattr(tokenizer, "vocab", {})
     missing = [token for token in SPECIAL if token not in vocab]
     if missing:

@@ -53,7 +53,7 @@ class Answers(NamedTuple):
 
 
 def find_answers(template: ChatTemplate, conversation: Conversation) -> Answers:
-    """The text of a conversation and its answers. Raises AnswerNotFound.
+    """Return the text of a conversation and its answers. Raises AnswerNotFound.
 
     The spans are those that the template marks with {% generation %}, if every answer is inside of them, and
     those that follow the generation prompts otherwise.
@@ -109,7 +109,7 @@ def _add(found: Answers, turns: Turns, number: int) -> None:
 
 
 def _with_marks(found: Answers, turns: Turns, numbers: Sequence[int]) -> Answers:
-    """The spans that the template marks, with the ends of turns, if the marks hold all contents."""
+    """Return the spans that the template marks, with the ends of turns, if the marks hold all contents."""
     marks = turns.template.render_marked(turns.messages, turns.tools)[1]
     marked = _joined(marks)
     tails = []
@@ -134,7 +134,9 @@ def _check_is_encodable(text: str) -> None:
 
 
 def _all_answers(conversation: Conversation) -> bool:
-    """Whether every message of the assistant is an answer to learn. The marks of a template are around all of them."""
+    """Return whether every message of the assistant is an answer to learn. The marks of a template are around
+    all of them.
+    """
     by_role = tuple(m["role"] == "assistant" for m in conversation.messages)
     return by_role == conversation.trained
 

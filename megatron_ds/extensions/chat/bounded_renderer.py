@@ -80,7 +80,7 @@ class _Process:
             raise ConfigError(_missing(first["missing"]))
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """The reply to a request. Raises RenderFailure and OSError."""
+        """Return the reply to a request. Raises RenderFailure and OSError."""
         deadline = time.monotonic() + WAIT_SECONDS
         left = memoryview(len(request).to_bytes(LENGTH, "little") + request)
         target = self.child.stdin.fileno()
@@ -132,7 +132,7 @@ _running: _Process | None = None
 
 
 def _process() -> _Process:
-    """The process, started at the first request, and again after one that ended."""
+    """Return the process, started at the first request, and again after one that ended."""
     global _running
     if _running is not None and _running.owner != os.getpid():
         _stop()

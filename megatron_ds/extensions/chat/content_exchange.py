@@ -44,7 +44,7 @@ class Exchanges:
         self._surroundings: dict[int, Surroundings] = {}
 
     def place(self, number: int) -> Span:
-        """The part of the text that differs from the text with a stand-in. Raises AnswerNotFound."""
+        """Return the part of the text that differs from the text with a stand-in. Raises AnswerNotFound."""
         before, after = self._around(number)
         start = len(os.path.commonprefix([self.text, before]))
         tail = os.path.commonprefix([self.text[::-1], after[::-1]])

@@ -68,7 +68,7 @@ class Conversation:
     trained: tuple[bool, ...]
 
     def forms(self) -> Iterator["Conversation"]:
-        """The same conversation as templates take it: as it is, then forms that some expect.
+        """Yield the same conversation as templates take it: as it is, then forms that some expect.
 
         Some print calls only of a message whose content is None, some take arguments as a JSON text, and those of
         models that see images take a content as a list of parts.
@@ -83,7 +83,7 @@ class Conversation:
 
 
 def text_of(message: Message) -> str:
-    """The content of a message of any form as a text."""
+    """Return the content of a message of any form as a text."""
     content = message["content"]
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
@@ -91,7 +91,7 @@ def text_of(message: Message) -> str:
 
 
 def with_content(message: Message, text: str) -> Message:
-    """A message of the same role and form with another content; of the assistant, with nothing else."""
+    """Return a message of the same role and form with another content; of the assistant, with nothing else."""
     kept = {} if message["role"] == "assistant" else message
     content = [_part(text)] if isinstance(message["content"], list) else text
     return {**kept, "role": message["role"], "content": content}
@@ -102,19 +102,19 @@ def _part(text: str) -> dict[str, str]:
 
 
 def _with_parts(message: Message) -> Message:
-    """A message with its content as a list of parts."""
+    """Return a message with its content as a list of parts."""
     return {**message, "content": [_part(message["content"])]}
 
 
 def _without_content(message: Message) -> Message:
-    """A message of calls alone with the content None."""
+    """Return a message of calls alone with the content None."""
     if message["content"] or not message.get("tool_calls"):
         return message
     return {**message, "content": None}
 
 
 def _with_text(message: Message) -> Message:
-    """A message with the arguments of its calls as JSON text."""
+    """Return a message with the arguments of its calls as JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         function = call["function"]
@@ -124,7 +124,7 @@ def _with_text(message: Message) -> Message:
 
 
 def conversation_of(record: Mapping[str, Any]) -> Conversation:
-    """The conversation of a record in any of the formats. Raises ValueError with what is wrong."""
+    """Return the conversation of a record in any of the formats. Raises ValueError with what is wrong."""
     key = next((key for key in FORMATS if record.get(key) is not None), None)
     if key is None:
         found = ", ".join(map(repr, record)) or "none"
@@ -148,7 +148,7 @@ def conversation_of(record: Mapping[str, Any]) -> Conversation:
 
 
 def messages_of(value: object) -> list[Message]:
-    """The messages of a chat that waits for an answer. Raises ValueError with what is wrong."""
+    """Return the messages of a chat that waits for an answer. Raises ValueError with what is wrong."""
     messages = enumerate(_list(value, "messages"))
     return [_message(raw, number) for number, raw in messages]
 
@@ -197,7 +197,7 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _pairs(value: object) -> list[list]:
-    """The rounds of a history. Raises ValueError."""
+    """Return the rounds of a history. Raises ValueError."""
     if not value:
         return []
     if isinstance(value, list) and all(
@@ -235,7 +235,7 @@ def _as_given(message: Message) -> Message:
 def _question_answer(
     names: tuple[str, str], record: Mapping[str, Any]
 ) -> list[Message]:
-    """The turns of a record that has a question and an answer under these names."""
+    """Return the turns of a record that has a question and an answer under these names."""
     question, answer = (record.get(name) for name in names)
     return [
         *_system_of(record),
@@ -256,7 +256,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
 
 
 def _system_of(record: Mapping[str, Any]) -> list[Message]:
-    """The system message of a record that has it beside the turns."""
+    """Return the system message of a record that has it beside the turns."""
     text = record.get("system")
     if not text:
         return []
@@ -264,7 +264,7 @@ def _system_of(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _list(value: object, what: str) -> list[Message]:
-    """The messages in a list, or in the JSON text of one. Raises ValueError."""
+    """Return the messages in a list, or in the JSON text of one. Raises ValueError."""
     if isinstance(value, str):
         try:
             value = _value_in(value)
@@ -286,7 +286,9 @@ def _check_record(record: Mapping[str, Any]) -> None:
 
 
 def _is_answer(role: str, raw: Message, number: int) -> bool:
-    """Whether a message is an answer to learn. Raises ValueError for marks that are not known, or contradict."""
+    """Return whether a message is an answer to learn. Raises ValueError for marks that are not known, or
+    contradict.
+    """
     _check_marks(raw, number)
     given = {name: raw[name] for name in MARKS if raw.get(name) is not None}
     for name, value in given.items():
@@ -319,7 +321,7 @@ def _check_marks(raw: Message, number: int) -> None:
 
 
 def _message(raw: Message, number: int) -> Message:
-    """A message as templates take it, without keys of other uses."""
+    """Return a message as templates take it, without keys of other uses."""
     role = raw.get("role")
     if role == "function":  # its former name
         role = "tool"
@@ -353,7 +355,7 @@ def _message(raw: Message, number: int) -> Message:
 
 
 def _text(value: object, number: int) -> str | None:
-    """A content as one text: itself, or its parts of type "text" one after the other."""
+    """Return a content as one text: itself, or its parts of type "text" one after the other."""
     if value is None or isinstance(value, str):
         text = value
     elif isinstance(value, list) and all(isinstance(part, dict) for part in value):
@@ -412,7 +414,7 @@ def _call(call: object, number: int) -> dict:
 
 
 def _calls_in_text(value: object, number: int) -> list[dict]:
-    """The calls that a turn of ShareGPT's function_call holds as JSON text."""
+    """Return the calls that a turn of ShareGPT's function_call holds as JSON text."""
     try:
         calls = _value_in(value)
     except (TypeError, ValueError):
@@ -438,7 +440,7 @@ def _tools(value: object) -> tuple[dict, ...] | None:
 
 
 def _value_in(text: Any) -> Any:
-    """The value of a JSON text. Raises ValueError, and TypeError for another value than a text."""
+    """Return the value of a JSON text. Raises ValueError, and TypeError for another value than a text."""
     try:
         return json.loads(text)
     except RecursionError:

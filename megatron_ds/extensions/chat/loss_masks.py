@@ -44,7 +44,7 @@ class OffsetTokenizer(Tokenizer, Protocol):
     special_ids: frozenset[int]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
-        """The ids of a text, and of each the characters that it stands for."""
+        """Return the ids of a text, and of each the characters that it stands for."""
 
 
 class MaskedTokens(NamedTuple):
@@ -123,7 +123,7 @@ class ChatEncoder:
     def _special_after(
         self, stop: int, text: str, ids: Sequence[int], first: np.ndarray
     ) -> list[int]:
-        """The positions of the special token that follows an answer, and of the white space before it."""
+        """Return the positions of the special token that follows an answer, and of the white space before it."""
         edges = [*first.tolist(), len(text)]
         passed = []
         # Tokens from the end of the answer on.

@@ -76,7 +76,7 @@ def _work(render, replies: int) -> NoReturn:
 
 
 def _reply(render, request: bytes) -> dict[str, Any]:
-    """The texts of a request and their marked spans, or why there are none."""
+    """Return the texts of a request and their marked spans, or why there are none."""
     try:
         wanted = json.loads(request)
         texts, spans = render([wanted["messages"]], **wanted["arguments"])
@@ -106,7 +106,7 @@ def _address_space() -> int:
 
 
 def _read(source: int) -> bytes | None:
-    """The next request; None at the end."""
+    """Return the next request; None at the end."""
     head = _exactly(source, LENGTH)
     if head is None:
         return None

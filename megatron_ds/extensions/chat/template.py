@@ -61,19 +61,19 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None
     ) -> str:
-        """The text of a conversation. Raises TemplateRefusal."""
+        """Return the text of a conversation. Raises TemplateRefusal."""
         return self._render(messages, tools)[0]
 
     def render_prompt(
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None
     ) -> str:
-        """The text of a conversation, and the beginning of the next answer. Raises TemplateRefusal."""
+        """Return the text of a conversation, and the beginning of the next answer. Raises TemplateRefusal."""
         return self._render(messages, tools, add_generation_prompt=True)[0]
 
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[dict] | None = None
     ) -> tuple[str, list[Span]]:
-        """The text, and the spans of it that the template marks as answers. Raises TemplateRefusal."""
+        """Return the text, and the spans of it that the template marks as answers. Raises TemplateRefusal."""
         return self._render(messages, tools, return_assistant_tokens_mask=True)
 
     def _render(
@@ -115,7 +115,7 @@ def load_template(
 def find_template(
     tokenizer: str, path: str | None, arguments: Mapping[str, Any]
 ) -> ChatTemplate | None:
-    """The template in the file `path`, else the one beside a tokenizer, None if that has none.
+    """Return the template in the file `path`, else the one beside a tokenizer, None if that has none.
 
     tokenizer: --tokenizer-model, a file or a folder. Its files name the special tokens.
     arguments: values that the template takes besides.  Raises DataError for a file that cannot be read.
@@ -143,7 +143,7 @@ def _read(path: Path) -> str:
 
 
 def _in_config(path: Path) -> str | None:
-    """The template in tokenizer_config.json; of several the one named "default"."""
+    """Return the template in tokenizer_config.json; of several the one named "default"."""
     if not path.is_file():
         return None
     content = read_json_text(path, str(path))

@@ -29,7 +29,7 @@ class TurnPrompts:
         self._prompts: dict[int, str | None] = {}
 
     def text(self, count: int) -> str | None:
-        """The first messages; None if the template refuses them."""
+        """Return the first messages; None if the template refuses them."""
         if count not in self._texts:
             messages = self.messages[:count]
             self._texts[count] = rendered(self.template, messages, self.tools)
@@ -91,7 +91,7 @@ def rendered(
     messages: Sequence[Message],
     tools: Sequence[dict] | None = None,
 ) -> str | None:
-    """The text of messages; None if the template refuses them."""
+    """Return the text of messages; None if the template refuses them."""
     try:
         return template.render(messages, tools)
     except TemplateRefusal:
@@ -111,7 +111,7 @@ def prompt_of(
 
 
 def opening(template: ChatTemplate) -> list[Message]:
-    """A question, after a system message if the template requires one; empty if it takes neither."""
+    """Return a question, after a system message if the template requires one; empty if it takes neither."""
     system = {"role": "system", "content": STAND_INS[0]}
     question = {"role": "user", "content": STAND_INS[0]}
     # Templates refuse some forms.

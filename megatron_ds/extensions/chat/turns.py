@@ -76,7 +76,7 @@ class Turns:
         return Edge(begin + len(kept), is_sure)
 
     def has_end(self, number: int, begin: int, stop: int) -> bool:
-        """Whether the template prints something after the answer that belongs to its turn."""
+        """Return whether the template prints something after the answer that belongs to its turn."""
         message = self.messages[number]
         content = text_of(message).strip()
         if content and not message.get("tool_calls"):

@@ -51,7 +51,7 @@ def documents() -> list[str]:
 
 
 def prose(text: str) -> str:
-    """The paragraphs of running text, unwrapped. Tables and code would use up the capacity of a small
+    """Return the paragraphs of running text, unwrapped. Tables and code would use up the capacity of a small
     model."""
     paragraphs = (
         " ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)
@@ -68,7 +68,7 @@ def _letters(text: str) -> int:
 
 
 def help_topics() -> Iterator[str]:
-    """The text of each topic of `help()`."""
+    """Yield the text of each topic of `help()`."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # a separate package in some distributions

@@ -92,7 +92,7 @@ def record_path(prefix: str | os.PathLike) -> Path:
 
 
 def read_record(prefix: str | os.PathLike) -> CorpusRecord | None:
-    """The record, or None where there is none.  Raises DataError for a file that is not a record."""
+    """Return the record, or None where there is none.  Raises DataError for a file that is not a record."""
     path = record_path(prefix)
     try:
         values = json.loads(read_regular(path, DataError))
@@ -114,7 +114,7 @@ def remove_record(prefix: str | os.PathLike) -> None:
 
 
 def done_before(prefix: str, made_from: dict) -> CorpusRecord | None:
-    """The record of a complete corpus that was made from the same inputs and options, else None."""
+    """Return the record of a complete corpus that was made from the same inputs and options, else None."""
     try:
         record = read_record(prefix)
         if record is None or record.made_from != made_from:
@@ -135,7 +135,7 @@ def done_before(prefix: str, made_from: dict) -> CorpusRecord | None:
 def record_of(
     prefix: str | os.PathLike, run: Callable[..., Iterable] = map
 ) -> CorpusRecord:
-    """A record of the files as they are, for a corpus without one.  run: `map`, or that of a thread pool."""
+    """Return a record of the files as they are, for a corpus without one.  run: `map`, or that of a thread pool."""
     corpus = IndexedDataset(prefix)
     size = corpus.bin_path.stat().st_size
     spans = [

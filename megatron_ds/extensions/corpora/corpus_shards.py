@@ -245,7 +245,9 @@ def _check(
 def _masks_of(
     corpora: Sequence[IndexedDataset], records: Sequence[CorpusRecord | None]
 ) -> list[Path]:
-    """The loss masks of all corpora, or none. Raises DataError if only some have masks, or some are missing."""
+    """Return the loss masks of all corpora, or none. Raises DataError if only some have masks, or some are
+    missing.
+    """
     there = [mask_path(corpus.prefix) for corpus in corpora]
     missing = [path for path in there if not path.is_file()]
     is_recorded = any(record and record.mask_sha256 for record in records)

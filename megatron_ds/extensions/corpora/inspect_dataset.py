@@ -45,7 +45,7 @@ TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 
 def make_parser() -> Arguments:
-    """The flags of the command."""
+    """Return the flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     # Without any of these flags the sizes are printed.
@@ -163,7 +163,7 @@ def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
 
 
 def masks_of(corpus: IndexedDataset) -> LossMasks | None:
-    """The loss masks of a corpus, if it has any. Raises DataError if they are not its own."""
+    """Return the loss masks of a corpus, if it has any. Raises DataError if they are not its own."""
     return LossMasks(corpus) if mask_path(corpus.prefix).exists() else None
 
 
@@ -173,7 +173,7 @@ def painted(
     tokenizer: Tokenizer | None,
     colors: tuple[str, str],
 ) -> str:
-    """A conversation in which the tokens that are learned stand between two marks.
+    """Return a conversation in which the tokens that are learned stand between two marks.
 
     tokenizer: decodes the tokens; None: their numbers are shown.  colors: the marks
     """

@@ -27,7 +27,7 @@ SHARD = re.compile(r"(.*)_(\d{5})_of_(\d{5})(_.*)")
 
 
 def make_parser() -> Arguments:
-    """The flags of the command."""
+    """Return the flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add(
@@ -54,7 +54,7 @@ def make_parser() -> Arguments:
 
 
 def prefixes_of(inputs: Sequence[str], output: str) -> list[str]:
-    """The prefixes, each folder replaced by those in it, ordered by name; without the output itself."""
+    """Return the prefixes, each folder replaced by those in it, ordered by name; without the output itself."""
     found = []
     for path in inputs:
         if not Path(path).is_dir():

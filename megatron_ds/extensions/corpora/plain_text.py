@@ -46,7 +46,7 @@ class TextCut:
         return self.where == "line" and self.separator is None
 
     def ends(self, line: bytes) -> bool:
-        """Whether this line ends a document."""
+        """Return whether this line ends a document."""
         if self.separator is not None:
             return line.rstrip(b"\r\n") == self.separator.encode()
         return self.where == "line" or self.where == "paragraph" and not line.strip()

@@ -208,7 +208,7 @@ def _record(
 
 
 def _names(prefix: str, options: PreprocessOptions, shard: Shard | None) -> list[str]:
-    """The prefixes of the corpora, one for each key."""
+    """Return the prefixes of the corpora, one for each key."""
     prefix = shard_prefix(prefix, shard) if shard else prefix
     split = options.sentences is not None
     return [output_prefix(prefix, key, split) for key in options.json_keys]
@@ -217,7 +217,7 @@ def _names(prefix: str, options: PreprocessOptions, shard: Shard | None) -> list
 def _done_before(
     names: Sequence[str], keys: Sequence[str], made_from: dict
 ) -> Written | None:
-    """The counts of a shard that is complete; None if a corpus is missing or was made in another way."""
+    """Return the counts of a shard that is complete; None if a corpus is missing or was made in another way."""
     records = [
         record
         for name, key in zip(names, keys)
@@ -231,7 +231,7 @@ def _done_before(
 
 
 def _nothing_found(paths: Sequence[str], written: Written) -> str:
-    """The error of an input without documents."""
+    """Return the error of an input without documents."""
     named = ", ".join(paths[:8])
     if len(paths) > 8:
         named += f" and {len(paths) - 8} others"
@@ -245,7 +245,7 @@ def _made_from(
     shard: Shard | None,
     tokenizer: Tokenizer,
 ) -> dict:
-    """The `made_from` of the record; of each file its name, bytes, and time of change in nanoseconds."""
+    """Return the `made_from` of the record; of each file its name, bytes, and time of change in nanoseconds."""
     inputs = [
         [path, size_of(path), os.stat(path).st_mtime_ns if os.path.exists(path) else 0]
         for path in paths
@@ -266,7 +266,7 @@ def _made_from(
 def _blocks(
     paths: Sequence[str], options: PreprocessOptions, shard: Shard
 ) -> Iterator[TextBlock]:
-    """The blocks of text of a shard, in the order of the input."""
+    """Yield the blocks of text of a shard, in the order of the input."""
     # A conversation is a whole record.
     keys = () if options.chat else options.json_keys
     for piece in slices_of_shard(paths, keys, *shard, cut=options.cut):

@@ -68,7 +68,7 @@ TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 
 def make_parser() -> Arguments:
-    """The flags of the command."""
+    """Return the flags of the command."""
     parser = Arguments(__doc__)
     for title, options in GROUPS.items():
         parser.add_table(options, title)
@@ -76,7 +76,7 @@ def make_parser() -> Arguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags, checked together. Raises ConfigError."""
+    """Return the flags, checked together. Raises ConfigError."""
     args = make_parser().parse_args(argv)
     # Flags are checked before any file is opened.
     for name in ("workers", "log_interval", "partitions", "num_shards"):
@@ -155,7 +155,7 @@ def check_chat(args: argparse.Namespace) -> None:
 
 
 def chat_template_of(args: argparse.Namespace) -> ChatTemplate | None:
-    """The template of conversations. Raises ConfigError, and DataError if there is none."""
+    """Return the template of conversations. Raises ConfigError, and DataError if there is none."""
     kind = next((name for name in CHAT_KEYS if getattr(args, name)), None)
     if kind is None:
         return None
@@ -209,7 +209,7 @@ def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    """The number in a variable, 0 without it. Raises ConfigError."""
+    """Return the number in a variable, 0 without it. Raises ConfigError."""
     text = env.get(name, "0")
     if not text.isdecimal():
         raise ConfigError(
@@ -282,7 +282,7 @@ def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Wr
 
 
 def cut_of(args: argparse.Namespace) -> TextCut:
-    """How plain text is cut into documents."""
+    """Return how plain text is cut into documents."""
     return TextCut(args.text_documents, args.text_separator)
 
 
@@ -303,7 +303,7 @@ def splitter(args: argparse.Namespace) -> Splitter | None:
 
 
 def _texts(args: argparse.Namespace) -> Iterator[str]:
-    """The texts of the whole input, file by file and block by block."""
+    """Yield the texts of the whole input, file by file and block by block."""
     for path in args.input:
         for block in read_blocks(path, keys=args.json_keys, cut=cut_of(args)):
             for column in texts_of(block, args.json_keys, True)[0]:
@@ -380,7 +380,7 @@ def progress_bar(args: argparse.Namespace):
 
 
 def progress_lines(args: argparse.Namespace):
-    """A function that logs the progress every --log-interval documents."""
+    """Return a function that logs the progress every --log-interval documents."""
     total, done = bytes_done(args.input)
     shown = 0
 

@@ -42,7 +42,7 @@ class Splitter:
         self.fingerprint = hashlib.sha256(description.encode()).hexdigest()[:16]
 
     def split(self, text: str) -> list[str]:
-        """The sentences of a text."""
+        """Return the sentences of a text."""
         if not self._keep_newlines:
             return self._punkt.tokenize(text)
         starts = [start for start, _ in self._punkt.span_tokenize(text)]
@@ -70,7 +70,7 @@ class Splitter:
 def learn_splitter(
     texts: Iterable[str], language: str = "english", keep_newlines: bool = False
 ) -> Splitter:
-    """A splitter trained on the first TRAINING_BYTES.  language: its common abbreviations are added."""
+    """Return a splitter trained on the first TRAINING_BYTES.  language: its common abbreviations are added."""
     if language not in ABBREVIATIONS:
         raise ConfigError(
             f"--lang {language}: abbreviations are known for {', '.join(ABBREVIATIONS)}. Use "

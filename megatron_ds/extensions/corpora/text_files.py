@@ -62,7 +62,7 @@ class FileSlice:
 
 
 def is_plain_text(path: str) -> bool:
-    """Whether the name is that of a plain text file, possibly compressed."""
+    """Return whether the name is that of a plain text file, possibly compressed."""
     return _uncompressed_name(path).lower().endswith(PLAIN)
 
 
@@ -72,7 +72,7 @@ def size_of(path: str) -> int:
 
 
 def files_of(inputs: Sequence[str]) -> list[str]:
-    """The inputs, each pattern (`dir/*.jsonl`) replaced by its files in the order of their names, and each
+    """Return the inputs, each pattern (`dir/*.jsonl`) replaced by its files in the order of their names, and each
     folder by the files below it that end in FOLDER_ENDINGS, ordered by path.
 
     Hidden files and folders, tokenizers (folders with a tokenizer.json) and links to folders are skipped. The
@@ -175,7 +175,7 @@ def read_blocks(
 
 
 def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
-    """The texts of each key, and the bad lines.  sentences: a text may be a list of sentences."""
+    """Return the texts of each key, and the bad lines.  sentences: a text may be a list of sentences."""
     is_plain = is_plain_text(block.path)
     return (
         texts_of_documents(block)

@@ -84,7 +84,7 @@ def place_of(block: TextBlock) -> str:
 
 
 def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
-    """The texts of each key of JSON lines or rows, and the bad ones. Blank lines are ignored.
+    """Return the texts of each key of JSON lines or rows, and the bad ones. Blank lines are ignored.
 
     sentences: a text may be a list of sentences.
     """
@@ -109,7 +109,7 @@ def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> 
 
 
 def record_in(line: bytes) -> object:
-    """The JSON value of a line. Raises ValueError with the reason why the line is bad."""
+    """Return the JSON value of a line. Raises ValueError with the reason why the line is bad."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as e:
@@ -135,7 +135,7 @@ def _values(line: bytes, keys: Sequence[str]) -> list[object]:
 
 
 def _checked_text(value: object, key: str, sentences: bool) -> Text:
-    """The text of a key, or its sentences. Raises ValueError unless UTF-8 can encode it."""
+    """Return the text of a key, or its sentences. Raises ValueError unless UTF-8 can encode it."""
     if sentences and isinstance(value, list):
         return [_checked(sentence, f"an entry of {key!r}") for sentence in value]
     return _checked(value, repr(key))
@@ -164,7 +164,7 @@ def _checked(value: object, what: str) -> str:
 def missing_package(
     extra: str, package: str, what: str, error: ImportError
 ) -> ConfigError:
-    """The error for a package of an extra that is not installed."""
+    """Return the error for a package of an extra that is not installed."""
     return ConfigError(
         f"{what} needs {package} ({error}). Install it with: pip install "
         f"'megatron_ds[{extra}]'"

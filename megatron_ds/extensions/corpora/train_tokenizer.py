@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[..., int]] = {
 
 
 def make_parser() -> Arguments:
-    """The flags of the command."""
+    """Return the flags of the command."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     # The text to learn from, the vocabulary, and where it goes.
@@ -91,12 +91,12 @@ def make_parser() -> Arguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags, checked together. Raises ConfigError."""
+    """Return the flags, checked together. Raises ConfigError."""
     return make_parser().parse_args(argv)
 
 
 def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
-    """The texts of all inputs, in order."""
+    """Yield the texts of all inputs, in order."""
     for path in paths:
         for block in read_blocks(path, keys=keys):
             columns, bad = texts_of(block, keys)

@@ -86,7 +86,7 @@ def train_word_pieces(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text, cut at white space into pieces of PIECE characters: the library takes 150 bytes for each."""
+    """Yield the text, cut at white space into pieces of PIECE characters: the library takes 150 bytes for each."""
     while len(text) > PIECE:
         at = max(text.rfind(" ", 0, PIECE), text.rfind("\n", 0, PIECE))
         at = at if at > 0 else PIECE

@@ -56,7 +56,7 @@ SHARDS = 16
 
 
 def make_parser() -> Arguments:
-    """The flags of the tool itself; all others are those of the training."""
+    """Return the flags of the tool itself; all others are those of the training."""
     # Flags of the training are read by `Corpus`, so they are not declared here.
     parser = Arguments(__doc__)
     add = parser.add_argument_group(

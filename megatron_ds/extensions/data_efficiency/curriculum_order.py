@@ -86,7 +86,7 @@ class MetricIndex:
             self.bounds = index.bounds
 
     def admitted(self, difficulty: int) -> int:
-        """The number of samples that this difficulty admits."""
+        """Return the number of samples that this difficulty admits."""
         if self.metric.difficulty_type == "value":
             row = np.searchsorted(self.values, difficulty, side="right")
             return int(self.bounds[row])
@@ -98,7 +98,7 @@ class MetricIndex:
         return total // most * difficulty
 
     def smallest(self) -> str:
-        """The lowest difficulty that admits a sample, for messages."""
+        """Return the lowest difficulty that admits a sample, for messages."""
         name = self.metric.name
         if self.metric.difficulty_type == "value":
             return f"{name}: the smallest value is {self.values[0]}"
@@ -107,7 +107,7 @@ class MetricIndex:
         return f"{name}: {count} samples are divided into {parts} parts"
 
     def fingerprint(self) -> str:
-        """A hash of the sorted samples."""
+        """Return a hash of the sorted samples."""
         return content_hash([self.easiest_first])
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def order_by_difficulty(
     cache: Path,
     identity: dict | None = None,
 ) -> CurriculumOrder:
-    """The order of a run over `total` samples.
+    """Return the order of a run over `total` samples.
 
     steps     of the whole training
     batch_at  consumed samples → size of the next global batch
@@ -320,7 +320,7 @@ class CurriculumOrder:
         return samples
 
     def _drawn(self, j: np.ndarray, stage: np.ndarray, bound: np.ndarray) -> np.ndarray:
-        """How many of the first j positions of a stage have a point x below `bound`."""
+        """Return how many of the first j positions of a stage have a point x below `bound`."""
         size = self.bounds[stage + 1]
         step = self.steps[stage]
         offset = self.offsets[stage]
@@ -350,7 +350,7 @@ class CurriculumOrder:
 
 
 def shuffled(place: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """The image of `place` under the permutation of range(size) with this key; all [n], size from 1 to 2^31.
+    """Return the image of `place` under the permutation of range(size) with this key; all [n], size from 1 to 2^31.
 
     A Feistel network over the smallest 2^(2h) ≥ size, applied until the result is below `size` (Black and
     Rogaway 2002, "Ciphers with arbitrary finite domains", cycle walking): a permutation for any round
@@ -368,7 +368,7 @@ def shuffled(place: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray
 
 
 def _feistel(x: np.ndarray, half: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A permutation of the numbers of 2 half bits."""
+    """Return a permutation of the numbers of 2 half bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left = x >> half
     right = x & mask
@@ -380,7 +380,7 @@ def _feistel(x: np.ndarray, half: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom numbers")."""
+    """Return the finalizer of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom numbers")."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -388,7 +388,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _mixed(*keys) -> np.ndarray:
-    """A pseudorandom 63-bit number for each combination of keys (integers or arrays of them), as int64."""
+    """Return a pseudorandom 63-bit number for each combination of keys (integers or arrays of them), as int64."""
     # One bit is dropped, since int64 has a sign.
     state = np.zeros(1, np.uint64)
     for key in keys:
@@ -397,7 +397,7 @@ def _mixed(*keys) -> np.ndarray:
 
 
 def _step(size: int) -> int:
-    """The first number from size / golden ratio on that is prime to size: its multiples are spread evenly."""
+    """Return the first number from size / golden ratio on that is prime to size: its multiples are spread evenly."""
     step = max(1, round(size * GOLDEN))
     while gcd(step, size) != 1:
         step += 1
@@ -407,7 +407,7 @@ def _step(size: int) -> int:
 def _floor_sum(
     n: np.ndarray, m: np.ndarray, a: np.ndarray, b: np.ndarray
 ) -> np.ndarray:
-    """The sum of floor((a·i + b) / m) over 0 ≤ i < n, elementwise, in O(log) steps of Euclid's algorithm.
+    """Return the sum of floor((a·i + b) / m) over 0 ≤ i < n, elementwise, in O(log) steps of Euclid's algorithm.
 
     All [k], 0 ≤ n ≤ m < 2^31, 0 ≤ a < m, 0 ≤ b < 2m, as Graham, Knuth and Patashnik reduce it in "Concrete
     Mathematics", section 3.5: take whole multiples of m out of a and b, then exchange the roles of a and m.

@@ -57,7 +57,7 @@ class CurriculumSampler:
             self.schedules[name] = function
 
     def difficulties(self, step: int) -> dict[str, int]:
-        """The difficulty of each metric at a step, counted from 1."""
+        """Return the difficulty of each metric at a step, counted from 1."""
         return {name: schedule(step) for name, schedule in self.schedules.items()}
 
     def restart(self) -> None:
@@ -70,7 +70,7 @@ class CurriculumSampler:
         self._places: list[int] = []
 
     def draw(self, size: int) -> list[int]:
-        """The samples of the next global batch; fewer where a cluster is smaller than its share.
+        """Return the samples of the next global batch; fewer where a cluster is smaller than its share.
 
         Raises DataError where no sample is admitted yet.
         """
@@ -151,7 +151,7 @@ class CurriculumSampler:
         return np.flatnonzero(is_new)
 
     def _take(self, number: int, count: int) -> list[int]:
-        """The next samples of a cluster, which is shuffled again at its end."""
+        """Return the next samples of a cluster, which is shuffled again at its end."""
         place = self._places[number]
         taken = self._clusters[number][place : place + count].tolist()
         self._places[number] += count
@@ -166,7 +166,7 @@ class CurriculumSampler:
 
 
 def _with_maximum(metric: Metric, block: Mapping[str, Any]) -> Metric:
-    """The metric with a difficulty of which the maximum is read: parts of a hundred are counted by it."""
+    """Return the metric with a difficulty of which the maximum is read: parts of a hundred are counted by it."""
     return replace(metric, difficulty=Custom(lambda step: 1, block["max_difficulty"]))
 
 

@@ -44,7 +44,7 @@ class Rise:
     lowest: int | None = None
 
     def at(self, step: int) -> int:
-        """The difficulty of a step, counted from 1."""
+        """Return the difficulty of a step, counted from 1."""
         if self.minimum == self.maximum:
             return self.maximum  # as in DeepSpeed, also if it is not a multiple
         # Floats, as in DeepSpeed, so that the integers are equal.
@@ -72,7 +72,7 @@ class Stairs:
     maximum: int
 
     def at(self, step: int) -> int:
-        """The difficulty of a step, counted from 1."""
+        """Return the difficulty of a step, counted from 1."""
         return self.values[min(bisect_left(self.until, step), self._top)]
 
     @cached_property
@@ -95,7 +95,7 @@ class Custom:
     name: str = "the schedule function"
 
     def at(self, step: int) -> int:
-        """The difficulty of a step, from 1. Raises ConfigError for an invalid value of the function."""
+        """Return the difficulty of a step, from 1. Raises ConfigError for an invalid value of the function."""
         value = self.function(step)
         if (
             isinstance(value, bool)
@@ -112,7 +112,7 @@ class Custom:
 def make_difficulty(
     settings: Mapping[str, Any], where: str = "the curriculum"
 ) -> Difficulty:
-    """The difficulty that a block of DeepSpeed's JSON describes. Raises ConfigError.
+    """Return the difficulty that a block of DeepSpeed's JSON describes. Raises ConfigError.
 
     settings: min_difficulty, max_difficulty, schedule_type, schedule_config; other keys are ignored
     where: begins messages
@@ -217,7 +217,7 @@ KINDS: Mapping[
 
 
 def import_function(name: Any, where: str) -> Callable:
-    """The function at an import path "package.module:function". Raises ConfigError."""
+    """Return the function at an import path "package.module:function". Raises ConfigError."""
     module, colon, attribute = str(name).partition(":")
     if not (module and colon and attribute):
         raise ConfigError(

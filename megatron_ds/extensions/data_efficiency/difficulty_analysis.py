@@ -52,7 +52,7 @@ def identity(config: RunConfig, kind: DataKind, total: int) -> dict:
 
 
 def describes(description: Mapping, wanted: Mapping) -> str:
-    """The differences of a description from `wanted`, for messages; "" if there are none."""
+    """Return the differences of a description from `wanted`, for messages; "" if there are none."""
     found = description.get("dataset", {})
     differing = [key for key, value in wanted.items() if found.get(key) != value]
     return ", ".join(
@@ -61,7 +61,7 @@ def describes(description: Mapping, wanted: Mapping) -> str:
 
 
 def read_description(folder: Path, name: str = "analysis.json") -> dict | None:
-    """The description of the files of a folder; None if there is none."""
+    """Return the description of the files of a folder; None if there is none."""
     try:
         return json.loads(read_text(folder / name, DataError))
     except FileNotFoundError:
@@ -180,7 +180,7 @@ def reduce_metric(
 
 
 def is_reduced(save: Path, spec: MetricSpec, dataset_id: Mapping) -> bool:
-    """Whether the index files of the metric are complete and of this dataset."""
+    """Return whether the index files of the metric are complete and of this dataset."""
     return read_description(save / spec.name) == _description(save, spec, dataset_id)
 
 
@@ -194,7 +194,7 @@ def _is_mapped(
 def _description(
     save: Path, spec: MetricSpec, dataset_id: Mapping, *shard: int
 ) -> dict:
-    """What the index files were made from. shard: number of a shard and number of shards, for its files."""
+    """Return what the index files were made from. shard: number of a shard and number of shards, for its files."""
     return {
         "metric": spec.definition(save),
         "dataset": dict(dataset_id),
@@ -203,7 +203,7 @@ def _description(
 
 
 def shard_folder(save: Path, metric: str, shard: int) -> Path:
-    """The folder of a shard's files, with DeepSpeed's name."""
+    """Return the folder of a shard's files, with DeepSpeed's name."""
     return save / metric / f"worker{shard}_thread0"
 
 
@@ -234,7 +234,7 @@ def _call(
     samples: Values,
     start: int,
 ) -> np.ndarray:
-    """The values of a metric for these samples, int64."""
+    """Return the values of a metric for these samples, int64."""
     count = len(next(iter(samples.values())))
     try:
         values = np.asarray(function(samples))

@@ -71,7 +71,7 @@ NEED_FREQUENCY = ("vocab_rarity", "seqlen_vocab_rarity")
 
 
 def fitting_dtype(low: int, high: int) -> np.dtype:
-    """The narrowest type for `low` to `high`; unsigned unless a number is negative, as in DeepSpeed."""
+    """Return the narrowest type for `low` to `high`; unsigned unless a number is negative, as in DeepSpeed."""
     for kind in UNSIGNED if low >= 0 else SIGNED:
         if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
             return np.dtype(kind)
@@ -271,7 +271,7 @@ def real_tokens(samples: Values) -> tuple[np.ndarray, np.ndarray]:
 
 
 def frequency_path(save: Path) -> Path:
-    """The list file of total_vocab_freq."""
+    """Return the list file of total_vocab_freq."""
     return save / FREQUENCY / f"{FREQUENCY}_metric_value"
 
 

@@ -122,7 +122,7 @@ class CurriculumConfig:
         return max(self.curriculum_min_length or 0, self.curriculum_max_length or 0)
 
     def lengths(self, seq_length: int) -> "LengthCurriculum | None":
-        """The lengths of --curriculum-type. Raises ConfigError with the flags that are wrong."""
+        """Return the lengths of --curriculum-type. Raises ConfigError with the flags that are wrong."""
         if self.curriculum_type is None:
             return None
         return LengthCurriculum(
@@ -130,7 +130,7 @@ class CurriculumConfig:
         )
 
     def identity(self) -> dict[str, Any]:
-        """The order of the samples, if there is one."""
+        """Return the order of the samples, if there is one."""
         return {"curriculum": order_identity(self)} if self.orders_samples else {}
 
     def index_prefixes(self) -> Iterator[tuple[str, str]]:
@@ -275,11 +275,11 @@ class LengthCurriculum:
     folds: bool
 
     def at(self, step: int) -> int:
-        """The length of a step, counted from 1."""
+        """Return the length of a step, counted from 1."""
         return self.difficulty.at(step)
 
     def is_settled(self, step: int) -> bool:
-        """Whether the largest length is reached. Nothing is known of a function of the user."""
+        """Return whether the largest length is reached. Nothing is known of a function of the user."""
         is_known = not isinstance(self.difficulty, Custom)
         return is_known and self.at(step) == self.difficulty.maximum
 
@@ -300,7 +300,7 @@ class Metric:
 
 
 def length_difficulty(curriculum: CurriculumConfig, seq_length: int) -> Difficulty:
-    """The sequence length as a function of the step. Raises ConfigError with the flags that are wrong."""
+    """Return the sequence length as a function of the step. Raises ConfigError with the flags that are wrong."""
     settings = {"max_difficulty": seq_length, **curriculum.length_settings}
     if curriculum.curriculum_schedule == "fixed_discrete":
         settings.setdefault(
@@ -315,7 +315,7 @@ def length_difficulty(curriculum: CurriculumConfig, seq_length: int) -> Difficul
 
 
 def read_metric(text: str) -> Metric:
-    """A metric from its JSON string. Raises ConfigError with the metric and the key that is wrong."""
+    """Return a metric from its JSON string. Raises ConfigError with the metric and the key that is wrong."""
     # The block and its keys.
     try:
         block = json.loads(text)
@@ -376,7 +376,7 @@ def read_metric(text: str) -> Metric:
 
 
 def order_identity(curriculum: CurriculumConfig) -> list[Any]:
-    """The values that decide the order of samples, without paths: files may move."""
+    """Return the values that decide the order of samples, without paths: files may move."""
     blocks = [json.loads(text) for text in curriculum.curriculum_metrics]
     return [
         {key: value for key, value in block.items() if not key.endswith("_path")}

@@ -48,7 +48,7 @@ def dropping_layers(
 def with_random_ltd(
     layers: Sequence[Layer], blocks: Collection[int], ctx: ParallelContext
 ) -> list[Layer]:
-    """The layers, in which the blocks with these numbers drop tokens."""
+    """Return the layers, in which the blocks with these numbers drop tokens."""
     numbers = {
         layer.name: i
         for i, layer in enumerate(layer for layer in layers if layer.is_block)
@@ -117,7 +117,7 @@ class RandomLTD(nn.Module):
         return part if order is None else part.index_select(0, order.argsort())
 
     def draw(self, kept: int, batch: Batch) -> torch.Tensor:
-        """Which tokens of each sample, of the whole sequence: int64 [b, k], ascending."""
+        """Return which tokens of each sample, of the whole sequence: int64 [b, k], ascending."""
         if kept % (parts := self.ctx.slice.parts):
             raise LayoutError(
                 f"{self.name}: {kept} kept tokens are not divisible by {parts}, in which the "

@@ -27,7 +27,7 @@ def order_of(config: RunConfig) -> SampleOrder | None:
 
 
 def make_order(config: RunConfig, total: int) -> CurriculumOrder:
-    """The order of the training samples, `total` an epoch. Raises DataError."""
+    """Return the order of the training samples, `total` an epoch. Raises DataError."""
     curriculum = config.of(CurriculumConfig)
     data = config.data
     metrics = [read_metric(text) for text in curriculum.curriculum_metrics]

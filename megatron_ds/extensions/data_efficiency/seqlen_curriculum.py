@@ -28,7 +28,7 @@ def shortened(lengths: LengthCurriculum, batch: Batch, length: int) -> Batch:
 
 
 def truncate(batch: Batch, length: int) -> Batch:
-    """The first `length` positions of each sample; the batch itself if it is no longer."""
+    """Return the first `length` positions of each sample; the batch itself if it is no longer."""
     if length >= batch.seq_length:
         return batch
     first = lambda rows: rows[:, :length]
@@ -66,7 +66,7 @@ def fold(batch: Batch, length: int) -> Batch:
 def _cut(
     batch: Batch, length: int, count: int, rows: Callable, mask: Callable
 ) -> Batch:
-    """The batch with shorter fields.
+    """Return the batch with shorter fields.
 
     rows  makes `count` rows of each row of a field [b, s]
     mask  does the same with a field [b, 1, s, s]

@@ -57,7 +57,7 @@ def distillation_loss(config: RunConfig, mesh: Mesh) -> Callable[[Logits, Batch]
 
 
 def is_reverse(options: DistillationConfig) -> bool:
-    """Whether the divergence is KL(student, teacher)."""
+    """Return whether the divergence is KL(student, teacher)."""
     return options.distill_divergence == "reverse"
 
 

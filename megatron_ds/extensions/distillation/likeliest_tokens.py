@@ -50,7 +50,7 @@ class LikeliestTokens(NamedTuple):
     def divergence(
         self, facts: torch.Tensor, lse: torch.Tensor, reverse: bool
     ) -> torch.Tensor:
-        """The divergence, as `TeacherTokens` describes it."""
+        """Return the divergence, as `TeacherTokens` describes it."""
         student, of_others = lse
         apart = self.others - of_others
         of_likeliest = facts[:, 2]
@@ -75,8 +75,8 @@ class LikeliestRows(NamedTuple):
     reverse: bool
 
     def facts(self, z: torch.Tensor, rows: slice) -> torch.Tensor:
-        """The log of the sum of exponentials of all tokens, and of those that are not among the K; the K's part of
-        the divergence."""
+        """Return the log of the sum of exponentials of all tokens, and of those that are not among the K; the K's
+        part of the divergence."""
         column = self._column(rows)
         lse = z.logsumexp(-1)
         at = z.gather(-1, column)
@@ -114,8 +114,8 @@ class LikeliestRows(NamedTuple):
 
 
 def likeliest_tokens(parts: Parts, columns: Columns, count: int) -> LikeliestTokens:
-    """The `count` likeliest of all tokens. parts: the teacher's logits. Collective: an all-gather of `count` tokens of
-    each rank, and of their logits."""
+    """Return the `count` likeliest of all tokens. parts: the teacher's logits. Collective: an all-gather of `count`
+    tokens of each rank, and of their logits."""
     found = [_of_columns(logits, columns, count) for _, logits in parts]
     tokens, values, others = map(torch.cat, zip(*found, strict=True))
     # The candidates of all ranks, [n, t K].

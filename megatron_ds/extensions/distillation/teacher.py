@@ -47,7 +47,7 @@ class Teacher:
         self.keep = keep
 
     def taught(self, microbatches: Sequence[Batch]) -> Sequence[Batch]:
-        """The micro-batches of a step with the teacher's predictions, on the ranks of the last stage; the same
+        """Return the micro-batches of a step with the teacher's predictions, on the ranks of the last stage; the same
         elsewhere. Collective over the ranks of the pipeline and of tensor parallelism."""
         stages = self.replica.stages
         read = [
@@ -85,7 +85,7 @@ def teach(student: Replica, replica: Replica) -> None:
 def keeper(
     options: DistillationConfig, vocab_size: int, tp: Group
 ) -> Callable[[Logits, Batch], TeacherTokens]:
-    """What is kept of the output of a teacher's last layer."""
+    """Return what is kept of the output of a teacher's last layer."""
     count = options.distill_top_k
     if count is None:
         return whole
@@ -117,7 +117,7 @@ def likeliest(
     vocab_size: int,
     temperature: float,
 ) -> LikeliestTokens:
-    """The likeliest tokens of each row. Collective over tp."""
+    """Return the likeliest tokens of each row. Collective over tp."""
     columns = Columns(width_of(logits), tp, vocab_size, temperature)
     return likeliest_tokens(_parts_of(logits), columns, count)
 
@@ -129,7 +129,7 @@ def _parts_of(logits: Logits) -> Parts:
 
 
 def open_teacher(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
-    """What builds and loads the teacher. Raises for a folder without a teacher that suits the run."""
+    """Return what builds and loads the teacher. Raises for a folder without a teacher that suits the run."""
     teacher = teacher_config(config)
     check_tokens(config.of(DistillationConfig).folder, tokenizer)
     return partial(_prepare, teacher, tokenizer)
@@ -172,6 +172,6 @@ def _prepare(
 
 
 def _named(teacher: dict[str, Any]) -> str:
-    """What run.json has of a teacher, in words."""
+    """Return what run.json has of a teacher, in words."""
     step = teacher["step"]
     return teacher["folder"] + ("" if step is None else f", iteration {step}")

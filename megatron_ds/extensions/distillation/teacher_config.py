@@ -43,7 +43,7 @@ OF_TRAINING = (
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
-    """The configuration of the teacher of a run. config: must have the size of the vocabulary.
+    """Return the configuration of the teacher of a run. config: must have the size of the vocabulary.
 
     Reads the folder; not collective. Raises CheckpointError and ConfigError where it has no model, one with another
     vocabulary, or one that the layout cannot hold.
@@ -98,14 +98,14 @@ def check_tokens(folder: str, ours: Tokenizer) -> None:
 
 
 def of_teacher(error: Exception, folder: str) -> CheckpointError:
-    """The error about the folder of a teacher, which loads as that of --load does."""
+    """Return the error about the folder of a teacher, which loads as that of --load does."""
     text = str(error).replace(f"--load {folder}", folder)
     text = text.replace("--load takes", "--distill-from takes")
     return CheckpointError(f"--distill-from: {text}")
 
 
 def saved_model(folder: str) -> ModelConfig:
-    """The model in a folder, with the size of its vocabulary."""
+    """Return the model in a folder, with the size of its vocabulary."""
     return _saved(folder)[0].model
 
 
@@ -115,7 +115,7 @@ def _saved(folder: str) -> tuple[RunConfig, Tokenizer]:
 
 
 def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
-    """The model where the layers of the student are."""
+    """Return the model where the layers of the student are."""
     optimizer = config.optimizer
     is_whole = config.of(DistillationConfig).distill_top_k is None
     train = {name: getattr(config.train, name) for name in OF_TRAINING}
@@ -149,7 +149,7 @@ def _in_layout_of(config: RunConfig, model: ModelConfig) -> RunConfig:
 
 
 def _as_many_stages(config: RunConfig, has_experts: bool) -> ParallelConfig:
-    """The layout of the student, whose stages the teacher's layers fill in their own way."""
+    """Return the layout of the student, whose stages the teacher's layers fill in their own way."""
     chunks = pipeline_shape(config).chunks
     parallel = config.parallel
     return replace(

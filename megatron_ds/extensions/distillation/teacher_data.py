@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def with_blank_teacher(own: DataKind, config: "RunConfig") -> DataKind:
-    """The kind of the data of a run with a teacher."""
+    """Return the kind of the data of a run with a teacher."""
 
     def blank(
         samples: int, positions: int, device: torch.device | str = "cpu"
@@ -33,7 +33,7 @@ def with_blank_teacher(own: DataKind, config: "RunConfig") -> DataKind:
 def blank_tokens(
     config: "RunConfig", samples: int, positions: int, device: torch.device | str
 ) -> TeacherTokens:
-    """The predictions of a teacher for a micro-batch, without values."""
+    """Return the predictions of a teacher for a micro-batch, without values."""
     part = sequence_slice(config)
     count = config.of(DistillationConfig).distill_top_k
     length = part.batch_length(positions)

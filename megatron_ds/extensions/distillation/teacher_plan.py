@@ -47,7 +47,7 @@ class TeacherPlan:
     kept: int
 
     def added_to(self, plan: RankPlan) -> RankPlan:
-        """The plan of a rank with what the teacher needs there."""
+        """Return the plan of a rank with what the teacher needs there."""
         pp = self.grid.coordinates(plan.rank)["pp"]
         shape = self.run.shape
         stages = [self.stages[index] for index in shape.stages_of(pp)]
@@ -99,7 +99,7 @@ class TeacherPlan:
 
 
 def weights_alone(config: RunConfig) -> ZeroSettings:
-    """The settings of a replica that does not train."""
+    """Return the settings of a replica that does not train."""
     settings = ZeroSettings.from_config(config)
     return replace(settings, frozen_masters=False, frozen_blocks=None)
 
@@ -107,8 +107,8 @@ def weights_alone(config: RunConfig) -> ZeroSettings:
 def plan_teacher(
     student: RunConfig, grid: Grid, rank: int, device: str, microbatches: int
 ) -> TeacherPlan:
-    """The plan of the teacher of a run. Arguments: as of `WorldPlan`. Reads the teacher's folder, and raises what a
-    run raises."""
+    """Return the plan of the teacher of a run. Arguments: as of `WorldPlan`. Reads the teacher's folder, and raises
+    what a run raises."""
     config = teacher_config(student)
     mesh = fake_mesh(grid, rank)
     run = plan_run(config, describe_layers(config, mesh))

@@ -54,7 +54,7 @@ class WholeTeacher:
     def divergence(
         self, facts: torch.Tensor, lse: torch.Tensor, reverse: bool
     ) -> torch.Tensor:
-        """The divergence, as `TeacherTokens` describes it."""
+        """Return the divergence, as `TeacherTokens` describes it."""
         student, teacher = lse
         of_ranks = facts[:, 1]
         of_all = teacher

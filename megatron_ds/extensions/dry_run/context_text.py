@@ -198,7 +198,7 @@ def context_text(plan: WorldPlan) -> Iterator[str]:
 
 
 def _in_words(kinds: Sequence[str]) -> str:
-    """The type of all layers, or the layers of each: "p2p in 1 layer, a2a in 2"."""
+    """Return the type of all layers, or the layers of each: "p2p in 1 layer, a2a in 2"."""
     counts = Counter(kinds)
     if len(counts) == 1:
         return kinds[0]
@@ -211,7 +211,7 @@ def _in_words(kinds: Sequence[str]) -> str:
 
 
 def _least(chosen: str, sent: dict[str, float]) -> str:
-    """Which way sends the fewest bytes, and by how much."""
+    """Return which way sends the fewest bytes, and by how much."""
     name = chosen if chosen in COMM_TYPES else "the chosen types"
     least, most = (of(sent.values()) for of in (min, max))
     if sent[chosen] > least:

@@ -39,7 +39,7 @@ class DeviceMemory:
 
 
 def device_memory(config: RunConfig, device: str) -> DeviceMemory | None:
-    """The memory of --device-memory, or that of this machine's GPU; None if neither is known.
+    """Return the memory of --device-memory, or that of this machine's GPU; None if neither is known.
 
     Raises ConfigError for a size that cannot be read.
     """
@@ -53,7 +53,7 @@ def device_memory(config: RunConfig, device: str) -> DeviceMemory | None:
 
 
 def fits(plan: WorldPlan, memory: DeviceMemory | None) -> bool:
-    """Whether the planned peak of all ranks is within the memory; true if that is unknown."""
+    """Return whether the planned peak of all ranks is within the memory; true if that is unknown."""
     return memory is None or plan.worst.peak <= memory.count
 
 
@@ -98,7 +98,7 @@ def _parts(worst: RankPlan) -> dict[str, int]:
 
 
 def remedies_text(plan: WorldPlan, memory: DeviceMemory) -> Iterator[str]:
-    """A row for each remedy. Takes as long as a plan for each."""
+    """Yield a row for each remedy. Takes as long as a plan for each."""
     found = remedies(plan)
     if not found:
         yield "what would help: no change of one flag. Use more ranks, or a smaller model"
@@ -125,7 +125,7 @@ Finder = Callable[[RunConfig, Grid], Change]
 
 
 def remedies(plan: WorldPlan) -> list[Remedy]:
-    """The changes that lower the peak, the lowest first; at the end those that keep the grid, together."""
+    """Return the changes that lower the peak, the lowest first; at the end those that keep the grid, together."""
     most = plan.worst.peak * (1 - WORTH)
     changes = [change for find in FINDERS if (change := find(plan.config, plan.grid))]
     found = [
@@ -147,7 +147,7 @@ def remedies(plan: WorldPlan) -> list[Remedy]:
 
 
 def _peak_with(plan: WorldPlan, change: Change) -> float:
-    """The peak of the plan with other values; infinite if that configuration is refused."""
+    """Return the peak of the plan with other values; infinite if that configuration is refused."""
     try:
         config = plan.config.with_values(change, Source("derived", "a remedy"))
         check(config, rules=RULES)

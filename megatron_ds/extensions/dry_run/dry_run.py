@@ -88,7 +88,7 @@ def _unchecked(config: RunConfig, memory: DeviceMemory | None) -> Iterator[str]:
 def plan_text(
     plan: WorldPlan, unchecked: Sequence[str], memory: DeviceMemory | None = None
 ) -> str:
-    """The whole text. unchecked: what a launch checks and the plan did not. memory: of a device, if known"""
+    """Return the whole text. unchecked: what a launch checks and the plan did not. memory: of a device, if known"""
     # Parts of absent features have no lines and are left out.
     parts = (
         grid_text(plan.grid, plan.rank, is_tied(plan), has_experts(plan.config)),
@@ -156,7 +156,7 @@ def _elements(stage: FakeStage) -> int:
 
 
 def schedule_text(plan: WorldPlan) -> Iterator[str]:
-    """The schedule: idle time and live micro-batches, rank by rank, and a drawing."""
+    """Yield the schedule: idle time and live micro-batches, rank by rank, and a drawing."""
     config = plan.config
     m = plan.microbatches
     p = plan.grid.pp
@@ -189,7 +189,7 @@ def _spread(numbers: Sequence[int]) -> str:
 
 
 def _drawing(plan: WorldPlan) -> list[str]:
-    """The schedule as text; of a large one, that of fewer ranks and micro-batches."""
+    """Return the schedule as text; of a large one, that of fewer ranks and micro-batches."""
     p = plan.grid.pp
     m = plan.microbatches
     small = min(p, DRAWN_RANKS)
@@ -239,7 +239,7 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
 
 
 def proof_text(plan: WorldPlan) -> Iterator[str]:
-    """Which stages ran forward and backward on the meta device, with their shapes."""
+    """Yield which stages ran forward and backward on the meta device, with their shapes."""
     ran = [stage for stage in plan.stages if stage.ran]
     mine = plan.stages_of(plan.grid.coordinates(plan.rank)["pp"])
     shape = list(boundary_shape(plan.config))

@@ -17,7 +17,7 @@ Rows = tuple[int, int, int | None]  # experts, planned rows, most rows
 
 
 def has_experts(config: RunConfig) -> bool:
-    """Whether any layer has experts."""
+    """Return whether any layer has experts."""
     return any(config.model.experts)
 
 
@@ -78,7 +78,7 @@ def expert_rows(config: RunConfig) -> list[Rows]:
 
 
 def numbers_of_experts(config: RunConfig) -> list[int]:
-    """The different numbers of experts of layers that have any, ascending."""
+    """Return the different numbers of experts of layers that have any, ascending."""
     return sorted(set(filter(None, config.model.experts)))
 
 

@@ -26,7 +26,7 @@ AXES = {
 
 
 def is_tied(plan: WorldPlan) -> bool:
-    """Whether the first and the last stage share the embedding and are on different ranks."""
+    """Return whether the first and the last stage share the embedding and are on different ranks."""
     # Stage → pipeline rank.
     placement = plan.run.shape.placement
     ties = not plan.config.model.untie_embeddings_and_output_weights
@@ -81,7 +81,7 @@ def grid_text(
 
 
 def _group_row(title: str, ranks: Sequence[int], count: int) -> list[str]:
-    """The row of a group: its ranks, and how many such groups there are."""
+    """Return the row of a group: its ranks, and how many such groups there are."""
     return [
         title,
         str(len(ranks)),
@@ -91,7 +91,7 @@ def _group_row(title: str, ranks: Sequence[int], count: int) -> list[str]:
 
 
 def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
-    """The tensor groups: a row for each pipeline rank, a column for each data- and context-parallel rank."""
+    """Return the tensor groups: a row for each pipeline rank, a column for each data- and context-parallel rank."""
     # Large grids have gaps.
     own = at["dp"] * grid.cp + at["cp"]
     columns = _some(grid.dp * grid.cp, own, 5)

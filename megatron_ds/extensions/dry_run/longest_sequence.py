@@ -49,7 +49,7 @@ def longest(
     most: int = MOST_TOKENS,
     least: int = 1,
 ) -> Fit | None:
-    """The largest multiple of `unit` from `least` to `most` with peak_of(length) <= memory; None without one.
+    """Return the largest multiple of `unit` from `least` to `most` with peak_of(length) <= memory; None without one.
 
     peak_of: not decreasing; called about ten times
     """
@@ -105,7 +105,7 @@ def length_range(config: RunConfig, unit: int) -> tuple[int, int]:
 def peak_by_plan(
     parse_length: Callable[[int], RunConfig], device: str
 ) -> Callable[[int], int]:
-    """The function length → planned peak of the worst rank. parse_length: length → configuration."""
+    """Return the function length → planned peak of the worst rank. parse_length: length → configuration."""
 
     def peak_of(length: int) -> int:
         config, _ = with_vocabulary(parse_length(length))
@@ -115,7 +115,7 @@ def peak_by_plan(
 
 
 def bytes_of(text: str) -> int:
-    """A number of bytes such as 4GiB, 512MiB, 4GB (10⁹ bytes each) or 80e9. Raises ConfigError."""
+    """Return a number of bytes such as 4GiB, 512MiB, 4GB (10⁹ bytes each) or 80e9. Raises ConfigError."""
     number = text.strip().rstrip("kKMGTiB").strip()
     unit = text.strip()[len(number) :].strip()
     try:
@@ -128,7 +128,7 @@ def bytes_of(text: str) -> int:
 
 
 def without_length(flags: Sequence[str]) -> list[str]:
-    """The flags of a run without the length of its sequences."""
+    """Return the flags of a run without the length of its sequences."""
     names = ("--seq-length", "--seq_length")
     kept = []
     skips = False

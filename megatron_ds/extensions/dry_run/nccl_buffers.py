@@ -105,7 +105,7 @@ def _ranks(axes: str, grid: Grid, rank: int) -> tuple[int, ...] | str:
 
 
 def _is_apart(operation: str, axes: str, config: RunConfig) -> bool:
-    """Whether it is a gather of weights, for which ZeRO 3 has communicators of its own."""
+    """Return whether it is a gather of weights, for which ZeRO 3 has communicators of its own."""
     is_of_data = not {"tp", "pp"} & set(axes.split("-"))
     return config.zero.stage == 3 and operation == "all_gather" and is_of_data
 

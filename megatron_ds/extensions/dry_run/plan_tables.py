@@ -66,7 +66,7 @@ def in_large(count: float, unit: str = "") -> str:
 
 
 def _four_digits(number: float) -> str:
-    """The number with as many decimals as make four digits."""
+    """Return the number with as many decimals as make four digits."""
     before_point = len(str(int(number)))
     decimals = max(4 - before_point, 0)
     return f"{number:.{decimals}f}"

@@ -82,7 +82,7 @@ BUNDLED: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def _task(name: str, items: Sequence[dict], **options: Any) -> dict[str, Any]:
-    """The configuration of a task whose items are these."""
+    """Return the configuration of a task whose items are these."""
     return {
         "task": name,
         "custom_dataset": lambda **kwargs: _data(items),

@@ -87,7 +87,7 @@ def check_flags(rest: Sequence[str]) -> None:
 
 
 def evaluation_config(argv: Sequence[str], launch: Launch) -> RunConfig:
-    """The configuration of these flags, with the model, the dtype and the tokenizer of the --load folder.
+    """Return the configuration of these flags, with the model, the dtype and the tokenizer of the --load folder.
 
     Raises ConfigError with all problems, and CheckpointError for a checkpoint that cannot be read.
     """
@@ -169,8 +169,8 @@ def load_model(
 def built_and_loaded(
     config: RunConfig, tokenizer: Tokenizer, start: Start, mesh: Mesh
 ) -> LoadedModel:
-    """The model of `config`, which has the size of the vocabulary, with the weights of `start`. Collective over the
-    world. Raises CheckpointError on all ranks."""
+    """Return the model of `config`, which has the size of the vocabulary, with the weights of `start`. Collective
+    over the world. Raises CheckpointError on all ranks."""
     world = mesh.group("world")
     described = describe_run(config, config, tokenizer, start.run_id)
     if start.step is not None:

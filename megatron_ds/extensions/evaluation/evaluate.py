@@ -192,7 +192,7 @@ def _zero_shot(
 
 
 def harness(model: LoadedModel, args: argparse.Namespace) -> Results:
-    """The results of tasks of lm-evaluation-harness."""
+    """Return the results of tasks of lm-evaluation-harness."""
     wanted = HarnessTasks(
         tuple(args.tasks.split(",")),
         args.include_path,

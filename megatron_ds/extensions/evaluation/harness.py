@@ -64,7 +64,7 @@ class HarnessRun:
         on_one_rank(scorer.world, self._load)
 
     def results(self) -> Results:
-        """The metrics of each task and group, by name. Collective over the world; rank 0 runs the harness."""
+        """Return the metrics of each task and group, by name. Collective over the world; rank 0 runs the harness."""
         return lead(self.scorer, self._evaluate)
 
     def _load(self) -> None:
@@ -93,7 +93,7 @@ class HarnessRun:
 
 
 def harness_of_run(replica: Replica, tokenizer: Tokenizer) -> HarnessRun:
-    """The tasks of --eval-tasks. Collective over the world."""
+    """Return the tasks of --eval-tasks. Collective over the world."""
     train = replica.config.train
     wanted = HarnessTasks(
         train.eval_tasks,
@@ -105,7 +105,7 @@ def harness_of_run(replica: Replica, tokenizer: Tokenizer) -> HarnessRun:
 
 
 def _tasks(wanted: HarnessTasks) -> dict[str, Any]:
-    """The loaded tasks, with the examples of `num_fewshot` unless a task allows none."""
+    """Return the loaded tasks, with the examples of `num_fewshot` unless a task allows none."""
     manager, names = _found(wanted)
     loaded = manager.load(names)
     for task in loaded["tasks"].values():
@@ -145,7 +145,7 @@ def _found(wanted: HarnessTasks) -> tuple[Any, list[Any]]:
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a task, "acc" for "acc,none", without standard errors that were not computed."""
+    """Return the numbers of a task, "acc" for "acc,none", without standard errors that were not computed."""
     return {
         name.removesuffix(",none").replace(",", " "): value
         for name, value in metrics.items()

@@ -57,14 +57,14 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """The ids of a text, after the beginning of a text if the tokenizer has one."""
+        """Return the ids of a text, after the beginning of a text if the tokenizer has one."""
         ids = plain_ids(self.words, string)
         return ids if add_special_tokens is False else [*self.beginning, *ids]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each text; those longer than the model are read in windows."""
+        """Return the log-probability of each text; those longer than the model are read in windows."""
         pairs = []
         counts = []
         for request in requests:

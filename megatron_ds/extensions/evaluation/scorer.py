@@ -91,7 +91,7 @@ class Scorer:
                 )
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
-        """The scores of each request, in their order. Collective over the world: all ranks pass the same
+        """Return the scores of each request, in their order. Collective over the world: all ranks pass the same
         requests, and all have the results. Raises ConfigError on all ranks; see `check`."""
         self.check(requests)
         mesh = self.replica.mesh
@@ -147,7 +147,7 @@ class Scorer:
             found[:, place[rows, columns]] = numbers
 
     def _forward(self, microbatches: Sequence[Batch]) -> list[TokenScores]:
-        """The scores of each micro-batch on the ranks of the last stage; [] elsewhere."""
+        """Return the scores of each micro-batch on the ranks of the last stage; [] elsewhere."""
         loss = partial(
             _batch_scores,
             group=self.replica.mesh.group("tp"),

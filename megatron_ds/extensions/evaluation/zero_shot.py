@@ -93,7 +93,7 @@ def wikitext103(
     stride: int,
     detokenizer: str = "wikitext",
 ) -> dict:
-    """The `Perplexity` of a text file, by name. Raises ConfigError, and DataError for a file without text."""
+    """Return the `Perplexity` of a text file, by name. Raises ConfigError, and DataError for a file without text."""
     if not 1 <= stride <= length:
         raise ConfigError(
             f"--overlapping-eval {stride} with --seq-length {length}: windows further apart than they are long "
@@ -120,7 +120,7 @@ def lambada(
     strict: bool,
     detokenizer: str = "none",
 ) -> dict:
-    """The `LastWords` of a file of JSON lines, by name. Raises DataError for a line that has no text.
+    """Return the `LastWords` of a file of JSON lines, by name. Raises DataError for a line that has no text.
 
     strict: the target is the last word, with a blank before it; otherwise the last token of the text
     """
@@ -139,7 +139,7 @@ def lambada(
 def _passages(
     tokenizer: Tokenizer, path: Path, strict: bool, detokenize: Detokenizer
 ) -> list[ScoreRequest]:
-    """The passages of a file, whose targets are scored."""
+    """Return the passages of a file, whose targets are scored."""
     requests = []
     for number, line in enumerate(_read(path).split("\n"), 1):
         if not line.strip():

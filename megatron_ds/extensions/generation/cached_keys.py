@@ -29,7 +29,7 @@ class CachedKeys:
         self._flat: dict[str, tuple[Tensor, ...]] = {}  # the same, one place a row
 
     def place(self, row: int, position: int) -> int:
-        """The number of a token's place among those of all rows."""
+        """Return the number of a token's place among those of all rows."""
         return row * self.length + position
 
     @property

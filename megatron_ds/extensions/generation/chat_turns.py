@@ -25,11 +25,11 @@ class ChatTurns:
         self._ends = ends
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens that the model continues with its answer. Raises `template.TemplateRefusal`."""
+        """Return the tokens that the model continues with its answer. Raises `template.TemplateRefusal`."""
         return rendered_ids(self._tokenizer, self.text(messages))
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The text of `prompt`. Raises `template.TemplateRefusal`."""
+        """Return the text of `prompt`. Raises `template.TemplateRefusal`."""
         return self._template.render_prompt(messages)
 
     @property

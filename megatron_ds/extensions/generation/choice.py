@@ -92,7 +92,7 @@ def _tokens(logits: Tensor, picks: Sequence[Pick]) -> Tensor:
 
 
 def _penalized(logits: Tensor, picks: Sequence[Pick]) -> Tensor:
-    """The logits after the penalties for repetition.
+    """Return the logits after the penalties for repetition.
 
     Positive ones are divided and negative ones multiplied, so that a penalty above 1 lowers both.
     """
@@ -111,7 +111,7 @@ def _penalized(logits: Tensor, picks: Sequence[Pick]) -> Tensor:
 
 
 def _without_forbidden(scores: Tensor, picks: Sequence[Pick]) -> Tensor:
-    """The scores, -inf for the tokens that a row may not choose."""
+    """Return the scores, -inf for the tokens that a row may not choose."""
     places = []
     for row, pick in enumerate(picks):
         places += [(row, token) for token in pick.forbidden]

@@ -41,7 +41,7 @@ class TextGenerator:
         self._tokenizer = tokenizer
 
     def run(self, requests: Sequence[TextRequest]) -> list[Continuation]:
-        """The continuation of each request, complete."""
+        """Return the continuation of each request, complete."""
         found = [Continuation() for _ in requests]
         for _ in self.stream(requests, found):
             pass

@@ -214,8 +214,8 @@ def check_text(text: str) -> None:
 
 
 def sampling_of(args: argparse.Namespace, number: int = 0) -> Sampling:
-    """How the tokens of a prompt are chosen. number: of the prompt, so that prompts are independent samples. Raises
-    ConfigError for impossible values."""
+    """Return how the tokens of a prompt are chosen. number: of the prompt, so that prompts are independent samples.
+    Raises ConfigError for impossible values."""
     return Sampling(
         0.0 if args.greedy else args.temperature,
         args.top_k,
@@ -233,7 +233,7 @@ def request_of(
     max_length: int,
     number: int,
 ) -> GenerationRequest:
-    """A request by the flags, up to the last position of the model. number: of the prompt, from 0 up. Raises
+    """Return a request by the flags, up to the last position of the model. number: of the prompt, from 0 up. Raises
     ConfigError without room."""
     room = max(max_length - len(tokens), 0)
     least = max(args.min_new_tokens, 1)
@@ -306,12 +306,12 @@ def print_text(
 
 
 def scores_of(token: GeneratedToken) -> dict:
-    """The log-probability of a token, and of the most likely ones in its place."""
+    """Return the log-probability of a token, and of the most likely ones in its place."""
     return {"logprob": token.log_prob, "likeliest": list(token.alternatives)}
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file, in its lines that are not blank. Raises DataError."""
+    """Return the prompts of a file, in its lines that are not blank. Raises DataError."""
     found = _json_prompts(path) if path.suffix == ".jsonl" else _plain_prompts(path)
     if not found:
         raise DataError(
@@ -321,7 +321,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _json_prompts(path: Path) -> list[str]:
-    """The texts under "prompt". Raises DataError with the number of a line that has none."""
+    """Return the texts under "prompt". Raises DataError with the number of a line that has none."""
     prompts: list[str] = []
     for block in read_blocks(str(path), keys=PROMPT_KEYS):
         columns, bad = texts_of(block, PROMPT_KEYS)
@@ -334,7 +334,9 @@ def _json_prompts(path: Path) -> list[str]:
 
 
 def _plain_prompts(path: Path) -> list[str]:
-    """The lines, which end with a line feed alone: other separators may be part of a prompt. Raises DataError."""
+    """Return the lines, which end with a line feed alone: other separators may be part of a prompt. Raises
+    DataError.
+    """
     try:
         text = read_text(
             path, DataError, f"--prompts-file {path}", encoding="utf-8-sig"

@@ -109,8 +109,8 @@ class Generator:
             )
 
     def add(self, request: GenerationRequest) -> int:
-        """The number of a request, which begins in a later step, once there is room. Rank 0; may be called while
-        another thread is in `step`. Raises ConfigError; see `check`."""
+        """Return the number of a request, which begins in a later step, once there is room. Rank 0; may be called
+        while another thread is in `step`. Raises ConfigError; see `check`."""
         self.check(request)
         number = next(self._numbers)
         self._added.append((number, request))
@@ -292,7 +292,7 @@ def _wanted_logits(logits: Tensor, batch: Batch) -> _WantedLogits:
 
 
 def _forward(replica: Replica, batches: Sequence[Batch]) -> list[_WantedLogits]:
-    """The logits of each micro-batch on the ranks of the last stage; [] elsewhere."""
+    """Return the logits of each micro-batch on the ranks of the last stage; [] elsewhere."""
     with ExitStack() as inside:
         for stage in replica.stages.values():
             inside.enter_context(stage.computing(_wanted_logits))
@@ -307,7 +307,7 @@ def _no_token(text: Text) -> CallError:
 
 
 def required(token: GeneratedToken | CallError) -> GeneratedToken:
-    """The token of an event. Raises the error that an event has in its place."""
+    """Return the token of an event. Raises the error that an event has in its place."""
     if isinstance(token, CallError):
         raise token
     return token
@@ -316,7 +316,7 @@ def required(token: GeneratedToken | CallError) -> GeneratedToken:
 def _token(
     row: Sequence[float], pick: Pick, finish: str | None = None
 ) -> GeneratedToken:
-    """The token of a row of `choose`."""
+    """Return the token of a row of `choose`."""
     token = int(row[0])
     if pick.alternatives is None:
         return GeneratedToken(token, finish=finish)

@@ -22,7 +22,7 @@ KEY = "eos_token_id"
 
 
 def beginning_of(tokenizer: Tokenizer) -> list[int]:
-    """The ids that begin each text; [] for a tokenizer without any."""
+    """Return the ids that begin each text; [] for a tokenizer without any."""
     return list(getattr(tokenizer, "beginning", ()))
 
 
@@ -40,14 +40,14 @@ def rendered_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """The ids with which a model reads a text from its beginning, at least one."""
+    """Return the ids with which a model reads a text from its beginning, at least one."""
     ids = [*beginning_of(tokenizer), *plain_ids(tokenizer, text)]
     return tuple(ids) or (tokenizer.eod,)
 
 
 def end_tokens(tokenizer: Tokenizer, data: DataConfig) -> frozenset[int]:
-    """The tokens that end a text: the end of a document, and those that the files beside the tokenizer name. Raises
-    DataError for a file that is damaged."""
+    """Return the tokens that end a text: the end of a document, and those that the files beside the tokenizer name.
+    Raises DataError for a file that is damaged."""
     named = _named_ends(data.tokenizer_model or data.vocab_file)
     # An id beyond the vocabulary ends no text.
     known = [number for number in named if number < tokenizer.vocab_size]

@@ -20,8 +20,8 @@ TOKENIZER_FILES = ("--tokenizer-model", "--vocab-file", "--merge-file")
 def saved_flags(
     load: Path, iteration: int | None, given: Sequence[str], world_size: int
 ) -> list[str]:
-    """The flags of a run that generates: those given, the kind of tokenizer of the checkpoint, and tensor parallelism
-    over all processes unless they name a layout. Raises CheckpointError."""
+    """Return the flags of a run that generates: those given, the kind of tokenizer of the checkpoint, and tensor
+    parallelism over all processes unless they name a layout. Raises CheckpointError."""
     flags = ["--load", str(load), *given]
     if not _names(given, LAYOUT):
         flags += ["--tensor-model-parallel-size", str(world_size)]
@@ -42,7 +42,7 @@ def _names(given: Sequence[str], flags: Sequence[str]) -> bool:
 
 
 def _saved(load: Path, iteration: int | None) -> Mapping:
-    """The configuration in run.json; {} of another program's checkpoint."""
+    """Return the configuration in run.json; {} of another program's checkpoint."""
     if is_ours(load):
         number = load.resolve().name.removeprefix("iter_").lstrip("0") or "0"
         chosen = f" --iteration {number}" * number.isdecimal()

@@ -89,7 +89,7 @@ class Seating:
         return False
 
     def failed_rows(self, rank: int) -> list[int]:
-        """The rows of a rank whose texts have failed, and will leave."""
+        """Return the rows of a rank whose texts have failed, and will leave."""
         return [row for row, text in enumerate(self.seated[rank]) if text.has_failed]
 
     def leave(self, rank: int) -> list[tuple[int, int, int]]:

@@ -38,7 +38,7 @@ class BatchPart:
 def plan(
     texts: Sequence[Text], new: Sequence[Text], parts: int, most: int
 ) -> list[BatchPart]:
-    """The micro-batches of a rank: those of prompts, then those of the texts before them.
+    """Return the micro-batches of a rank: those of prompts, then those of the texts before them.
 
     texts  all texts of the rank, by row; the new ones are the last
     parts  number of micro-batches of texts, at most: as many as there are pipeline stages

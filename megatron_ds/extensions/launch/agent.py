@@ -126,7 +126,7 @@ class RankProcess:
         return self.process.pid
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         code = self.process.poll()
         if code is not None and self.ended is None:
             self.ended = time.time()
@@ -167,7 +167,7 @@ class RankProcess:
         self._is_asked = self.poll() is None and request_record(self.places)
 
     def has_answered(self) -> bool:
-        """Whether the record is written, or the rank has none."""
+        """Return whether the record is written, or the rank has none."""
         is_over = not self._is_asked or self.poll() is not None
         return is_over or is_record_written(self.places)
 
@@ -387,7 +387,7 @@ def _listen() -> None:
 
 
 def _cores(job: Job, host: str, rank: Rank) -> list[int]:
-    """The cores that a rank is bound to. Raises ConfigError if the host has none of them."""
+    """Return the cores that a rank is bound to. Raises ConfigError if the host has none of them."""
     cores = job.cores(host, rank)
     number = os.cpu_count() or 1
     if cores and min(cores) >= number:
@@ -399,7 +399,7 @@ def _cores(job: Job, host: str, rank: Rank) -> list[int]:
 
 
 def _log_file(job: Job, rank: Rank) -> BinaryIO | None:
-    """The open log of a rank; lines are appended to those of an earlier start."""
+    """Return the open log of a rank; lines are appended to those of an earlier start."""
     if not job.log_folder:
         return None
     Path(job.log_folder).mkdir(parents=True, exist_ok=True)
@@ -450,7 +450,7 @@ def _recorded_error(path: Path) -> _Recorded:
 
 
 def _reader_is_gone() -> bool:
-    """Whether nothing reads this process's output any more; False for a file or terminal."""
+    """Return whether nothing reads this process's output any more; False for a file or terminal."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -76,7 +76,7 @@ class TunedProgram:
         return self.config.get("autotuning") or {}
 
     def command(self, path: Path, settings: Mapping[str, Any]) -> list[str]:
-        """The words that start the program with another JSON, and with the flags of "arg_mappings"."""
+        """Return the words that start the program with another JSON, and with the flags of "arg_mappings"."""
         words = list(self.words)
         words[self.at] = str(path)
         for key, flag in (self.tuning.get("arg_mappings") or {}).items():
@@ -88,7 +88,7 @@ class TunedProgram:
 
 
 def program_of(own: Sequence[str], words: Sequence[str]) -> TunedProgram:
-    """The program of a command line. Raises ConfigError where no JSON is named."""
+    """Return the program of a command line. Raises ConfigError where no JSON is named."""
     for flag in FLAGS:
         if flag not in words[:-1]:
             continue
@@ -199,7 +199,7 @@ def _metric(program: TunedProgram, mode: str) -> str:
 
 
 def settings_of(program: TunedProgram, trial: Trial) -> dict[str, Any]:
-    """The JSON of a trial, without the path of its numbers."""
+    """Return the JSON of a trial, without the path of its numbers."""
     settings = deepcopy(dict(program.config))
     settings.pop("train_batch_size", None)
     settings[MICRO] = trial.micro
@@ -212,7 +212,7 @@ def settings_of(program: TunedProgram, trial: Trial) -> dict[str, Any]:
 
 
 def score(trial: Trial, metric: str) -> float:
-    """The metric, negative where less is better."""
+    """Return the metric, negative where less is better."""
     name, is_more = METRICS[metric]
     value = trial.numbers[name]
     if not is_more:
@@ -221,7 +221,7 @@ def score(trial: Trial, metric: str) -> float:
 
 
 def fits(trial: Trial, measured: Sequence[Trial], ranks: int) -> bool:
-    """Whether a trial is expected to fit the device, from the memory of one that was measured.
+    """Return whether a trial is expected to fit the device, from the memory of one that was measured.
 
     The state follows from the parameters and the stage; the rest grows with the micro-batch.
     """
@@ -246,7 +246,7 @@ def state_bytes(parameters: float, stage: int, ranks: int) -> float:
 
 
 def summary_lines(trials: Sequence[Trial], best: Trial, metric: str) -> Iterator[str]:
-    """A table of all trials."""
+    """Yield a table of all trials."""
     name, _ = METRICS[metric]
     yield f"| trial | {metric} |"
     yield "|:---|---:|"
@@ -298,7 +298,7 @@ def _of_stage(
 
 
 def _ranks(trials: Sequence[Trial]) -> int:
-    """The ranks of the trials so far; 1 before the first, and of programs that do not measure them."""
+    """Return the ranks of the trials so far; 1 before the first, and of programs that do not measure them."""
     found = [trial.numbers.get("ranks", 1) for trial in trials]
     return int(max(found, default=1))
 
@@ -341,7 +341,7 @@ def _run(
 
 
 def _folders(tuning: Mapping[str, Any]) -> tuple[Path, Path]:
-    """The folders of results and of settings, empty. Raises ConfigError where they may not be overwritten."""
+    """Return the folders of results and of settings, empty. Raises ConfigError where they may not be overwritten."""
     folders = _places(tuning)
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
@@ -354,7 +354,7 @@ def _folders(tuning: Mapping[str, Any]) -> tuple[Path, Path]:
 
 
 def _places(tuning: Mapping[str, Any]) -> tuple[Path, Path]:
-    """The folders of results and of settings. Raises ConfigError where they may not be overwritten."""
+    """Return the folders of results and of settings. Raises ConfigError where they may not be overwritten."""
     results = tuning.get("results_dir") or "autotuning_results"
     exps = tuning.get("exps_dir") or "autotuning_exps"
     folders = Path(results), Path(exps)
@@ -367,7 +367,7 @@ def _places(tuning: Mapping[str, Any]) -> tuple[Path, Path]:
 
 
 def _stages(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The stages of the JSON: one, a list, or "all". Raises ConfigError."""
+    """Return the stages of the JSON: one, a list, or "all". Raises ConfigError."""
     block = config.get("zero_optimization", {})
     stage = block.get("stage", 0)
     stages = stage if isinstance(stage, list) else [stage]
@@ -381,7 +381,7 @@ def _stages(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _micro_batches(program: TunedProgram) -> list[int]:
-    """The sizes that are tried, in order. Raises ConfigError for sizes that are not numbers."""
+    """Return the sizes that are tried, in order. Raises ConfigError for sizes that are not numbers."""
     given = program.config.get(MICRO)
     if isinstance(given, list):
         return given

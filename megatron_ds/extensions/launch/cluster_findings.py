@@ -101,7 +101,7 @@ def _unseen(found: Ranks) -> Iterator[str]:
 
 # --------------------------------------------------------------------------------------------------- text
 def text_of(found: Ranks, wrong: Sequence[str]) -> str:
-    """The findings for reading. wrong: the sentences of `problems`"""
+    """Return the findings for reading. wrong: the sentences of `problems`"""
     hosts = {one.host for one in found}
     ranks = _counted(len(found), "rank")
     places = _counted(len(hosts), "host")
@@ -127,14 +127,14 @@ def text_of(found: Ranks, wrong: Sequence[str]) -> str:
 
 
 def problems_text(wrong: Sequence[str]) -> str:
-    """A line for each problem."""
+    """Return a line for each problem."""
     if not wrong:
         return "nothing is wrong"
     return "\n".join(f"problem: {sentence}" for sentence in wrong)
 
 
 def _links(found: Ranks, is_near: bool) -> list[float]:
-    """The bandwidths of the pairs on one host, or of the others.
+    """Return the bandwidths of the pairs on one host, or of the others.
 
     Each pair counts twice, once for each of its ranks.
     """
@@ -154,7 +154,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _range(values: Sequence[float], unit: str) -> str:
-    """The smallest, the largest and the median."""
+    """Return the smallest, the largest and the median."""
     middle = statistics.median(values)
     return f"{min(values):.3f} to {max(values):.3f} {unit}, median {middle:.3f}"
 

@@ -264,7 +264,7 @@ def check_combination(args: argparse.Namespace) -> None:
 
 
 def policy_of(args: argparse.Namespace, slots: Slots) -> Policy:
-    """When the job is started again. Raises ConfigError."""
+    """Return when the job is started again. Raises ConfigError."""
     fewest = len(slots) if args.min_nodes is None else args.min_nodes
     if fewest > len(slots):
         raise ConfigError(
@@ -281,7 +281,7 @@ def policy_of(args: argparse.Namespace, slots: Slots) -> Policy:
 def attempts_of(
     args: argparse.Namespace, job: Job, name: str, means: Means
 ) -> Attempts:
-    """How the job is started, once or several times. job: of the first start"""
+    """Return how the job is started, once or several times. job: of the first start"""
     runner = runner_named(name)
     requests = Requests()
     requests.install()
@@ -306,7 +306,7 @@ def attempts_of(
 
 
 def answering(slots: Slots, means: Means) -> Slots:
-    """The hosts that ssh reaches now."""
+    """Return the hosts that ssh reaches now."""
 
     def is_there(host: str) -> bool:
         words = ssh_to(host, "true", means.ssh_arguments).words
@@ -325,7 +325,7 @@ def answering(slots: Slots, means: Means) -> Slots:
 
 
 def means_of(args: argparse.Namespace, name: str, environ: Mapping[str, str]) -> Means:
-    """What the runner needs besides the job."""
+    """Return what the runner needs besides the job."""
     words = shell_words(args.launcher_args, "--launcher_args")
     at_port = ["-p", str(args.ssh_port)] if args.ssh_port else []
     # pdsh has a variable of its own for words of ssh
@@ -391,7 +391,8 @@ def check_flag(word: str) -> None:
 
 
 def whole_flag(word: str, names: Collection[str]) -> str:
-    """A flag of which only the beginning is given, as DeepSpeed's launcher takes it: --num_gpu=2 is --num_gpus=2.
+    """Return a flag of which only the beginning is given, as DeepSpeed's launcher takes it: --num_gpu=2 is
+    --num_gpus=2.
 
     Words that begin no flag, or several, are returned as they are.
     """
@@ -410,7 +411,7 @@ def _flags_with_values() -> set[str]:
 
 
 def slots_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Slots:
-    """The hosts and slots of the job."""
+    """Return the hosts and slots of the job."""
     by_count = args.num_nodes is not None or args.num_gpus is not None
     if by_count and (args.include or args.exclude):
         raise ConfigError(
@@ -443,7 +444,7 @@ def _hosts(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, in
 
 
 def slurm_hosts(environ: Mapping[str, str], per_node: int | None) -> dict[str, int]:
-    """The nodes of Slurm's allocation, and the GPUs or tasks of each."""
+    """Return the nodes of Slurm's allocation, and the GPUs or tasks of each."""
     listed = environ.get("SLURM_JOB_NODELIST")
     if not listed:
         raise ConfigError(
@@ -466,7 +467,7 @@ def slurm_hosts(environ: Mapping[str, str], per_node: int | None) -> dict[str, i
 
 
 def launcher_of(args: argparse.Namespace, slots: Slots) -> str:
-    """The name of the runner."""
+    """Return the name of the runner."""
     if args.no_ssh:
         return "local"
     is_single = len(slots) == 1 and not args.force_multi
@@ -479,7 +480,7 @@ def launcher_of(args: argparse.Namespace, slots: Slots) -> str:
 
 
 def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) -> Job:
-    """The job of a command line. Raises ConfigError."""
+    """Return the job of a command line. Raises ConfigError."""
     if args.no_ssh and not 0 <= args.node_rank < len(slots):
         raise ConfigError(
             f"--no_ssh needs --node_rank from 0 to {len(slots) - 1}, got {args.node_rank}."
@@ -516,7 +517,7 @@ def job_of(args: argparse.Namespace, slots: Slots, launcher: str, means: Means) 
 
 
 def variables_of(args: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """The variables of all ranks. Raises ConfigError where a package that a flag needs is not installed."""
+    """Return the variables of all ranks. Raises ConfigError where a package that a flag needs is not installed."""
     found = exported_variables(os.environ, Path.home(), folder)
     if not args.as_deepspeed:
         return found
@@ -529,7 +530,7 @@ def variables_of(args: argparse.Namespace, folder: Path) -> dict[str, str]:
 
 
 def port_of(name: str, is_alone: bool, environ: Mapping[str, str]) -> int:
-    """The port of a job where the user gives none: a free one of this machine, usually of other hosts, too.
+    """Return the port of a job where the user gives none: a free one of this machine, usually of other hosts, too.
 
     name: of the job; is_alone: other launchers, one on each host, must find the same port
     """
@@ -540,7 +541,7 @@ def port_of(name: str, is_alone: bool, environ: Mapping[str, str]) -> int:
 
 
 def _is_free(number: int) -> bool:
-    """Whether no process of this machine listens at a port."""
+    """Return whether no process of this machine listens at a port."""
     with contextlib.suppress(OSError), socket.socket() as probe:
         probe.bind(("", number))
         return True

@@ -12,7 +12,7 @@ SYSTEM = Path("/sys/devices/system/cpu")
 
 
 def physical_cores(folder: Path = SYSTEM) -> list[list[int]]:
-    """The physical cores that this process may use, by socket; of each its logical cores.
+    """Return the physical cores that this process may use, by socket; of each its logical cores.
 
     A scheduler may have given a job some cores of the host. Where the kernel does not describe them, each logical
     core counts as a physical one. folder: of the kernel's description

@@ -16,7 +16,7 @@ ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
 def is_allocated(environ: Mapping[str, str]) -> bool:
-    """Whether a scheduler has given this host's devices to a job."""
+    """Return whether a scheduler has given this host's devices to a job."""
     return any(environ.get(name) for name in ALLOCATIONS)
 
 
@@ -30,7 +30,7 @@ def listed(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def count() -> int:
-    """The GPUs of this machine, whichever are visible to this process."""
+    """Return the GPUs of this machine, whichever are visible to this process."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 

@@ -85,7 +85,7 @@ def versions() -> Section:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version; None without it."""
+    """Return the installed version; None without it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -173,7 +173,7 @@ def network() -> Section:
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> Section:
-    """The variables that a launcher passes on; those with secrets without their values."""
+    """Return the variables that a launcher passes on; those with secrets without their values."""
     return {
         name: "(set)" if _is_secret(name, value) else value
         for name, value in sorted(environ.items())
@@ -182,7 +182,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> Section:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether a variable looks like a secret, by a word of its name or by an address with a password."""
+    """Return whether a variable looks like a secret, by a word of its name or by an address with a password."""
     host = value.partition("://")[2].partition("/")[0]
     return "@" in host or any(word in name for word in SECRET)
 
@@ -256,7 +256,7 @@ def _amount(number: int) -> str:
 
 # ------------------------------------------------------------------------------------------------ command
 def text_of(report: Mapping[str, Section]) -> str:
-    """The report for reading: a heading and aligned rows a section."""
+    """Return the report for reading: a heading and aligned rows a section."""
     lines = []
     for title, section in report.items():
         lines += ["", title]
@@ -269,7 +269,7 @@ def text_of(report: Mapping[str, Section]) -> str:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of the command. Raises ConfigError."""
+    """Return the flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON")

@@ -52,7 +52,7 @@ class Failure:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def line(self, now: float) -> str:
-        """The line that a node prints. Its time counts from `now`, since clocks of hosts differ."""
+        """Return the line that a node prints. Its time counts from `now`, since clocks of hosts differ."""
         return MARK + json.dumps(asdict(self) | {"time": self.time - now})
 
     def text(self) -> str:
@@ -69,7 +69,7 @@ class Failure:
 
 
 def failure_in(line: str, now: float) -> Failure | None:
-    """The failure that a line of a node's output reports at the time `now`; pdsh puts the host before it."""
+    """Return the failure that a line of a node's output reports at the time `now`; pdsh puts the host before it."""
     _, mark, text = line.partition(MARK)
     if not mark:
         return None
@@ -81,5 +81,5 @@ def failure_in(line: str, now: float) -> Failure | None:
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """The earliest one, which is the cause of the others: they fail because a peer is gone."""
+    """Return the earliest one, which is the cause of the others: they fail because a peer is gone."""
     return min(failures, key=lambda failure: (failure.time, failure.rank), default=None)

@@ -16,22 +16,22 @@ MOST_OF_HOST = 4_096  # ranks, or slots, of one host
 
 
 def whole(text: str) -> int:
-    """A number from 0 on."""
+    """Return a number from 0 on."""
     return _number(text, 0, MOST)
 
 
 def count(text: str) -> int | None:
-    """A number from 1 on; None for -1, which is DeepSpeed's default."""
+    """Return a number from 1 on; None for -1, which is DeepSpeed's default."""
     return None if text == "-1" else _number(text, 1, MOST)
 
 
 def ranks_of_host(text: str) -> int | None:
-    """A number of ranks from 1 on; None for -1."""
+    """Return a number of ranks from 1 on; None for -1."""
     return None if text == "-1" else _number(text, 1, MOST_OF_HOST)
 
 
 def port(text: str) -> int:
-    """The number of a port."""
+    """Return the number of a port."""
     return _number(text, 1, LAST_PORT)
 
 
@@ -56,7 +56,7 @@ def _number(text: str, least: int, most: int) -> int:
 
 
 def core_list(text: str) -> list[int]:
-    """The cores of a text such as "0,2-4": in ascending order, each once. Raises ConfigError otherwise."""
+    """Return the cores of a text such as "0,2-4": in ascending order, each once. Raises ConfigError otherwise."""
     cores: list[int] = []
     for word in text.split(","):
         first, last = _ends(word, text)
@@ -69,7 +69,7 @@ def core_list(text: str) -> list[int]:
 
 
 def _ends(word: str, text: str) -> tuple[int, int]:
-    """The first and the last core of "2-4" or "3"."""
+    """Return the first and the last core of "2-4" or "3"."""
     found = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", word)
     if found is None:
         raise ConfigError(f"{text!r}: {word!r} is no core. Write cores as 0,2-4.")
@@ -83,7 +83,7 @@ def _ends(word: str, text: str) -> tuple[int, int]:
 
 
 def shell_words(text: str, name: str) -> list[str]:
-    """The words of a text, as a shell splits it. Raises ConfigError with the name of the text."""
+    """Return the words of a text, as a shell splits it. Raises ConfigError with the name of the text."""
     try:
         return shlex.split(text)
     except ValueError as error:

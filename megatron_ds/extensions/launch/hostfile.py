@@ -56,7 +56,7 @@ def parse_hostfile(lines: Iterable[str], name: str = "the hostfile") -> dict[str
 
 
 def _entry(line: str, place: str) -> tuple[str, int]:
-    """The host of a line and its slots. place: of the line, for messages"""
+    """Return the host of a line and its slots. place: of the line, for messages"""
     found = LINE.match(line)
     if found is None:
         raise ConfigError(f"{place}: {line!r} is not HOST slots=NUMBER.")
@@ -75,7 +75,7 @@ def _entry(line: str, place: str) -> tuple[str, int]:
 def chosen_slots(
     hosts: Mapping[str, int], include: str = "", exclude: str = ""
 ) -> Slots:
-    """The slots that a choice leaves. Hosts without slots are left out.
+    """Return the slots that a choice leaves. Hosts without slots are left out.
 
     Raises ConfigError for hosts and slots that the hostfile lacks, and if nothing is left.
     """
@@ -92,7 +92,7 @@ def chosen_slots(
 
 
 def left_slots(every: Slots, include: str = "", exclude: str = "") -> Slots:
-    """The slots of `every` that a choice leaves, in its order; {} if nothing is left.
+    """Return the slots of `every` that a choice leaves, in its order; {} if nothing is left.
 
     Raises ConfigError for two choices, and for hosts and slots that `every` lacks.
     """
@@ -114,7 +114,7 @@ def left_slots(every: Slots, include: str = "", exclude: str = "") -> Slots:
 
 
 def limited(slots: Slots, nodes: int | None, per_node: int | None) -> Slots:
-    """The first nodes, and of each as many slots as given; None keeps all.
+    """Return the first nodes, and of each as many slots as given; None keeps all.
 
     The number of slots is not compared with the host's, as a host without GPUs may run several ranks.
     Raises ConfigError for more nodes than there are.
@@ -158,7 +158,7 @@ def _asked(text: str, flag: str, every: Slots) -> Slots:
 
 
 def _numbers(listed: str, text: str, flag: str) -> list[int]:
-    """The numbers of "0,2". Raises ConfigError for another text."""
+    """Return the numbers of "0,2". Raises ConfigError for another text."""
     words = listed.split(",")
     if not all(re.fullmatch(r"\s*\d+\s*", word) for word in words):
         raise ConfigError(

@@ -32,7 +32,7 @@ class RankProgram:
     has_local_rank: bool = False
 
     def command(self, local_rank: int) -> list[str]:
-        """The command line of a rank."""
+        """Return the command line of a rank."""
         interpreter = [self.python, "-u"] if self.python else []
         if self.python and self.is_module:
             interpreter.append("-m")
@@ -98,7 +98,7 @@ class Job:
         return sum(map(len, self.slots.values()))
 
     def ranks(self, host: str) -> Iterator[Rank]:
-        """The ranks of a host."""
+        """Yield the ranks of a host."""
         before = self.hosts.index(host)
         first = sum(len(self.slots[other]) for other in self.hosts[:before])
         for i, slot in enumerate(self.slots[host]):
@@ -107,7 +107,7 @@ class Job:
     def environment(
         self, host: str, rank: Rank, environ: Mapping[str, str] | None = None
     ) -> dict[str, str]:
-        """The variables of one rank: torchrun's names, and those that DeepSpeed's launcher adds.
+        """Return the variables of one rank: torchrun's names, and those that DeepSpeed's launcher adds.
 
         environ: of the host, whose devices may be listed there
         """
@@ -133,7 +133,7 @@ class Job:
         }
 
     def cores(self, host: str, rank: Rank) -> list[int]:
-        """The cores that a rank is bound to: an equal share of those of its host; [] for no bound."""
+        """Return the cores that a rank is bound to: an equal share of those of its host; [] for no bound."""
         if self.bound_cores is None:
             return []
         available = [[core] for core in self.bound_cores] or cores.physical_cores()

@@ -51,7 +51,7 @@ class LayoutCheck:
 
 
 def _elastic_file(words: Sequence[str]) -> dict | None:
-    """The JSON of --deepspeed_config, if elasticity is switched on in it."""
+    """Return the JSON of --deepspeed_config, if elasticity is switched on in it."""
     pairs = [
         *zip(words, words[1:]),
         *(word.split("=", 1) for word in words if "=" in word),

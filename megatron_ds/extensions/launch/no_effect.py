@@ -14,7 +14,7 @@ NO_HOSTFILE = Path("")
 
 
 def is_file(hostfile: Path) -> bool:
-    """Whether there is a hostfile; it may be a pipe of the shell."""
+    """Return whether there is a hostfile; it may be a pipe of the shell."""
     return os.path.exists(hostfile) and not os.path.isdir(hostfile)
 
 

@@ -46,7 +46,7 @@ def reason_against(
 
 
 def _has_module(name: str, folder: Path, variables: Mapping[str, str]) -> bool:
-    """Whether this interpreter finds the package of a module. Nothing is imported."""
+    """Return whether this interpreter finds the package of a module. Nothing is imported."""
     top = name.partition(".")[0]
     added = variables.get("PYTHONPATH", "").split(os.pathsep)
     if PathFinder.find_spec(top, [str(folder), *filter(None, added)]):

@@ -73,7 +73,7 @@ class RankPlace:
         return self.waits_for_device or has_work and not self.is_waiting
 
     def text(self) -> str:
-        """What the rank does, without its name."""
+        """Return what the rank does, without its name."""
         if self.step < 0:
             return f"nothing yet{f', {self.state}' if self.state else ''}"
         return f"{place_text(self)}; {self.state or self._doing()}"
@@ -94,12 +94,12 @@ class NodeReport:
     is_last: bool = False
 
     def line(self) -> str:
-        """The line that an agent prints."""
+        """Return the line that an agent prints."""
         return MARK + json.dumps(asdict(self), separators=(",", ":"))
 
 
 def report_in(line: str) -> NodeReport | None:
-    """The report in a line of an agent's output; pdsh puts the host before it."""
+    """Return the report in a line of an agent's output; pdsh puts the host before it."""
     _, mark, text = line.partition(MARK)
     if not mark:
         return None
@@ -206,7 +206,7 @@ def _devices_behind(ranks: Sequence[RankPlace]) -> tuple[RankPlace, ...]:
 
 
 def hang_text(found: Behind, total: int) -> str:
-    """The sentence that names what has not moved. total: ranks of the job"""
+    """Return the sentence that names what has not moved. total: ranks of the job"""
     if found.is_device:
         device = _device_text(found.ranks, total)
         return f"No host is behind; a device is: {device}"

@@ -67,7 +67,7 @@ def reason_to_end(starts: Sequence[Ended], policy: Policy) -> str:
 
 
 def _are_alike(starts: Sequence[Ended]) -> bool:
-    """Whether starts without a step ended by the same error."""
+    """Return whether starts without a step ended by the same error."""
     errors = {(start.code, start.cause) for start in starts}
     return len(errors) == 1 and all(start.step < 0 for start in starts)
 
@@ -80,7 +80,7 @@ def pause_seconds(starts: Sequence[Ended]) -> float:
 
 
 def without_failing(slots: Slots, starts: Sequence[Ended], policy: Policy) -> Slots:
-    """The hosts without those that fail repeatedly; the worst go first, down to --min-nodes."""
+    """Return the hosts without those that fail repeatedly; the worst go first, down to --min-nodes."""
     failures = Counter(start.host for start in starts)
     left = dict(slots)
     for host, count in failures.most_common():
@@ -125,7 +125,7 @@ class Attempts:
     note: Callable[[str], None]
 
     def run(self, slots: Slots, policy: Policy) -> int:
-        """The exit code of the job."""
+        """Return the exit code of the job."""
         used = slots
         ended: list[Ended] = []
         while True:

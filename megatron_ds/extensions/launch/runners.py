@@ -56,7 +56,7 @@ class Started:
 
 
 def agent_words(job: Job, means: Means, *host: str) -> list[str]:
-    """The command line of an agent."""
+    """Return the command line of an agent."""
     words = [means.python, "-u", "-m", AGENT, "--job", job.encoded()]
     return [*words, *(["--host", *host] if host else [])]
 
@@ -73,7 +73,7 @@ def remote_text(job: Job, means: Means, *host: str) -> str:
 
 # ------------------------------------------------------------------------------------------------- starting
 def local(job: Job, means: Means) -> list[Started]:
-    """The agent of this host."""
+    """Return the agent of this host."""
     return [Started(agent_words(job, means, means.host or job.hosts[0]))]
 
 
@@ -177,7 +177,7 @@ INSTEAD = {
 
 
 def runner_named(name: str) -> Runner:
-    """The runner of --launcher. Raises ConfigError for an unknown one."""
+    """Return the runner of --launcher. Raises ConfigError for an unknown one."""
     if name in INSTEAD:
         raise ConfigError(f"--launcher {name} is not supported; use {INSTEAD[name]}.")
     if name not in RUNNERS:

@@ -36,7 +36,7 @@ START_SECONDS = 10
 
 
 def pid_name(job: Job, node: int | str) -> str:
-    """The name of the file of a node's agent, in the folder for temporary files. node: its number, or %n"""
+    """Return the name of the file of a node's agent, in the folder for temporary files. node: its number, or %n"""
     return f"megatron-ds-{job.name}-{node}.pid"
 
 
@@ -61,7 +61,7 @@ def dying_with_parent(number: int) -> Callable[[], object] | None:
 
 
 def signal_text(job: Job, node: int | str, number: int) -> str:
-    """The command for another host's shell that signals the agent there; without an agent it does nothing.
+    """Return the command for another host's shell that signals the agent there; without an agent it does nothing.
 
     For a signal of the user it waits for an agent that is about to start.
     """

@@ -41,7 +41,7 @@ class Stalls:
         self.step = max([self.step, *(rank.step for rank in report.ranks)])
 
     def lost(self, ended: Collection[str]) -> list[str]:
-        """The hosts that were lost, the first one first. All processes of the launcher have ended.
+        """Return the hosts that were lost, the first one first. All processes of the launcher have ended.
 
         ended: hosts whose connection ended by itself, and not since the launcher ended it
         An agent reports its end. If the launcher ended it before that, it is lost only if it was silent: its host
@@ -58,7 +58,7 @@ class Stalls:
         return silent or alone
 
     def _time_of(self, host: str) -> float:
-        """When a host last reported."""
+        """Return when a host last reported."""
         if host not in self._reports:
             return -math.inf
         when, _ = self._reports[host]

@@ -106,7 +106,7 @@ class Processes:
         return code if code >= 0 else 128 - code
 
     def lost(self) -> list[str]:
-        """The hosts that were lost. All processes have ended."""
+        """Return the hosts that were lost. All processes have ended."""
         ended = set(range(len(self._processes))) - self._killed
         hosts = self._hosts
         # One process may be the connection to all hosts.
@@ -300,7 +300,7 @@ def note(text: str) -> None:
 
 
 def ranks_text(job: Job) -> str:
-    """The number of ranks, and the hosts with that of each: "3 ranks on n1 (1), n2 (2)"."""
+    """Return the number of ranks, and the hosts with that of each: "3 ranks on n1 (1), n2 (2)"."""
     ranks = "rank" if job.world_size == 1 else "ranks"
     listed = [f"{host} ({len(slots)})" for host, slots in job.slots.items()]
     more = len(listed) - 8

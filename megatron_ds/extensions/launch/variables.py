@@ -48,13 +48,13 @@ def exported_variables(
 
 
 def env_paths(name: str, *folders: Path) -> list[Path]:
-    """The files of that name in the folders; an absolute name is the path itself."""
+    """Return the files of that name in the folders; an absolute name is the path itself."""
     paths = dict.fromkeys(folder / name for folder in folders)
     return [path for path in paths if path.is_file()]
 
 
 def read_variables(path: Path) -> dict[str, str]:
-    """The variables of a file; blank lines and those that begin with # are skipped.
+    """Return the variables of a file; blank lines and those that begin with # are skipped.
 
     Quotes around a whole value are removed. Raises ConfigError for a line that is none of these.
     """

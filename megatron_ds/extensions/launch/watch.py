@@ -38,7 +38,7 @@ class Watched(Protocol):
     def places(self) -> Path: ...
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
 
 
 class StepTimes:
@@ -85,7 +85,7 @@ class Watch:
         self._times = [StepTimes() for _ in ranks]
 
     def look(self, is_last: bool = False) -> NodeReport | None:
-        """The report of this moment; None if no rank writes its places. is_last: the agent ends"""
+        """Return the report of this moment; None if no rank writes its places. is_last: the agent ends"""
         read = [read_places(rank.places, newest_only=True) for rank in self._ranks]
         if not any(read):
             return None
@@ -155,7 +155,7 @@ class Watch:
 
 
 def _device_at(device: DeviceEntry | None, now: int) -> DeviceAt | None:
-    """The place of a device, if it is known at this moment."""
+    """Return the place of a device, if it is known at this moment."""
     if device is None or now - device.looked > OLD_SECONDS * 1e9:
         return None
     return DeviceAt(
@@ -170,14 +170,14 @@ def _device_at(device: DeviceEntry | None, now: int) -> DeviceAt | None:
 
 
 def first_instruction(path: Path) -> PlaceEntry | None:
-    """The first instruction that is kept of a rank."""
+    """Return the first instruction that is kept of a rank."""
     read = read_places(path)
     entries = read.places if read else ()
     return next((entry for entry in entries if entry.instruction), None)
 
 
 def last_places(path: Path) -> list[str]:
-    """The last thousand entries of a rank, a line each, with seconds before the newest."""
+    """Return the last thousand entries of a rank, a line each, with seconds before the newest."""
     read = read_places(path)
     if read is None:
         return []
@@ -189,13 +189,13 @@ def last_places(path: Path) -> list[str]:
 
 
 def last_place(path: Path) -> str:
-    """The newest entry of a rank; "" without one."""
+    """Return the newest entry of a rank; "" without one."""
     read = read_places(path, newest_only=True)
     return place_text(read.places[-1]) if read else ""
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process, or its threads of training."""
+    """Return whether a signal has stopped a process, or its threads of training."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -41,7 +41,7 @@ def with_adapters(
     model: ModelConfig,
     ctx: ParallelContext,
 ) -> list[Layer]:
-    """The layers, whose weights are frozen, with the adapters of the options."""
+    """Return the layers, whose weights are frozen, with the adapters of the options."""
     experts = iter(model.experts)
     adapted = []
     for layer in layers:
@@ -132,7 +132,7 @@ def _linear_layers(block: nn.Module) -> Iterator[Place]:
 
 
 def _parts_of(layer: str, targets: Sequence[str]) -> list[int | None]:
-    """The parts of a layer's rows that have an adapter each; [] for none, [None] for one of all rows."""
+    """Return the parts of a layer's rows that have an adapter each; [] for none, [None] for one of all rows."""
     parts = [TARGETS[name].part for name in targets if TARGETS[name].layer == layer]
     return [None] if None in parts else parts
 

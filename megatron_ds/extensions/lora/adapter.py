@@ -95,7 +95,7 @@ class AdaptedLinear(nn.Module):
     def packed(
         self, outputs: Sequence[torch.Tensor], like: torch.Tensor
     ) -> torch.Tensor:
-        """The values of the adapters in the rows of `like` [.., out(/t)]; 0 for parts without an adapter."""
+        """Return the values of the adapters in the rows of `like` [.., out(/t)]; 0 for parts without an adapter."""
         if self.parts == (None,):
             return outputs[0]
         # This rank's groups: [.., groups, rows of a part].

@@ -14,7 +14,7 @@ def merged(
     adapters: Mapping[int | None, Mapping[str, torch.Tensor]],
     scale: float,
 ) -> torch.Tensor:
-    """A new tensor in fp32: whole weights [rows, in], or [experts, rows, in].
+    """Return a new tensor in fp32: whole weights [rows, in], or [experts, rows, in].
 
     adapters: part of the packed rows, None for all of them → "a" [.., r, in], "b" [.., rows of the part, r], and
     "m" [.., rows of the part] where magnitudes are trained, their changes

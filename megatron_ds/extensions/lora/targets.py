@@ -47,7 +47,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, weight: ParamSpec) -> "PackedRows":
-        """The packing of a linear layer's weight [rows, in] or of experts' [experts, rows, in]."""
+        """Return the packing of a linear layer's weight [rows, in] or of experts' [experts, rows, in]."""
         rows = weight.shape[-2]
         packed = weight.matrices
         if packed is not None and packed.parts:
@@ -63,7 +63,7 @@ class PackedRows:
         return self.groups * (sum(self.parts) if part is None else self.parts[part])
 
     def place_of(self, part: int | None) -> slice:
-        """The rows of one part in a group; None: those of all parts."""
+        """Return the rows of one part in a group; None: those of all parts."""
         if part is None:
             return slice(0, sum(self.parts))
         start = sum(self.parts[:part])

@@ -49,12 +49,12 @@ def descend(
 
 
 def frozen_variance(settings: OptimizerConfig) -> Phases:
-    """The exchanges of 1-bit Adam and 1-bit LAMB."""
+    """Return the exchanges of 1-bit Adam and 1-bit LAMB."""
     return FrozenVariance(settings.freeze_step)
 
 
 def frozen_rule(settings: OptimizerConfig) -> OneBitRule:
-    """What ranks of 1-bit Adam and 1-bit LAMB exchange."""
+    """Return what ranks of 1-bit Adam and 1-bit LAMB exchange."""
     return OneBitRule(frozen_variance(settings))
 
 

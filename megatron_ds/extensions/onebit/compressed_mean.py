@@ -137,7 +137,7 @@ class CompressedMean:
             torch._foreach_copy_([x[part] for part in self._vectors], vectors)
 
     def _take_vectors(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The means of vectors; in x they become zero."""
+        """Return the means of vectors; in x they become zero."""
         views = [x[part] for part in self._vectors]
         if not views:
             return []
@@ -163,7 +163,7 @@ def messages(
     group: Group,
     groups: DataGroups,
 ) -> Iterator[Sent]:
-    """The messages of `reduce_`: (operation, group, bytes, calls); of a plan, too, whose groups do not send.
+    """Yield the messages of `reduce_`: (operation, group, bytes, calls); of a plan, too, whose groups do not send.
 
     parameters: in the order of the layout. group: the workers.
     """

@@ -78,7 +78,7 @@ class CompressedOptimizer(PartOptimizer):
         return iter(())
 
     def tensors(self, group: dict, name: str) -> Tensors:
-        """A state of all parameters of a group, made when it is first asked for."""
+        """Return a state of all parameters of a group, made when it is first asked for."""
         return [self.state_of(p)[name] for p in group["params"]]
 
     def corrections(self, group: dict) -> tuple[float, float]:
@@ -103,7 +103,7 @@ class CompressedOptimizer(PartOptimizer):
         return roots
 
     def groups_with_parameters(self) -> Iterator[dict]:
-        """The groups that are not empty."""
+        """Return the groups that are not empty."""
         return (group for group in self.param_groups if group["params"])
 
     def _update_moments(self, group: dict) -> None:

@@ -108,7 +108,7 @@ class CompressedSet:
         yield from self.of_worker(own)
 
     def of_worker(self, own: Collection[str]) -> Iterator[StatePiece]:
-        """The pieces of these kinds that this worker alone has."""
+        """Yield the pieces of these kinds that this worker alone has."""
         for kind, flat in self.buffers.items():
             for piece in self.of.plan.layout.whole_slots() if kind in own else ():
                 if kind != WORKER_ERROR or not is_vector(self._spec(piece)):
@@ -164,7 +164,7 @@ def make_set(
     resident: ShardOptimizer,
     device: torch.device,
 ) -> CompressedSet:
-    """A set with errors of zero. The "exp_avg" of its leaves become views of the whole buffer."""
+    """Return a set with errors of zero. The "exp_avg" of its leaves become views of the whole buffer."""
     layout = s.plan.layout
     grads = s.buckets
     assert grads is not None, "sets that are trained have gradients"
@@ -211,7 +211,7 @@ def counts_of_workers(own: Collection[str], workers: int) -> dict[str, int]:
 
 
 def own_kinds(numbers: Mapping[str, float], workers: int) -> set[str]:
-    """The kinds of which a checkpoint with these numbers has each worker's, if it has so many workers."""
+    """Return the kinds of which a checkpoint with these numbers has each worker's, if it has so many workers."""
     return {
         kind
         for kind in (WORKER_ERROR, MOMENTUM, SUM)

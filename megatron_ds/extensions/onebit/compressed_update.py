@@ -120,7 +120,7 @@ class CompressedUpdate(UpdateHook):
         return total, None
 
     def norm_of(self, measured: Sequence[float]) -> float:
-        """The norm of the mean gradient, or its estimate."""
+        """Return the norm of the mean gradient, or its estimate."""
         norm = math.sqrt(measured[0])
         if self.is_local:
             return norm / self._noise.ratio(self._workers)
@@ -156,14 +156,14 @@ class CompressedUpdate(UpdateHook):
     def own_kinds(
         self, saving: bool, saved: Mapping[str, float] | None
     ) -> Collection[str]:
-        """The kinds of state of which a checkpoint has each worker's.
+        """Return the kinds of state of which a checkpoint has each worker's.
 
         saving: one that is written now. saved: one with these `numbers`, which is loaded; None: of neither.
         """
         return self._differing if saving else own_kinds(saved or {}, self._workers)
 
     def own_pieces(self, own: Collection[str], saving: bool) -> Iterator[StatePiece]:
-        """The pieces that are not those of a leaf. own: of `own_kinds`; their leaves have no pieces.
+        """Yield the pieces that are not those of a leaf. own: of `own_kinds`; their leaves have no pieces.
 
         saving: to write; collective then.
         """
@@ -179,7 +179,7 @@ class CompressedUpdate(UpdateHook):
                 )
 
     def pieces_of_worker(self) -> Iterator[StatePiece]:
-        """What this worker alone has at a step at which the most differs, to count its bytes."""
+        """Yield what this worker alone has at a step at which the most differs, to count its bytes."""
         for s in self._sets if self._workers > 1 else ():
             yield from s.of_worker(
                 s.buffers if self._phases.sums_locally else (WORKER_ERROR,)
@@ -261,7 +261,7 @@ class CompressedUpdate(UpdateHook):
             )
 
     def _starts_anew(self, follows_full: bool) -> bool:
-        """Whether the errors so far are of something else. Refreshes of 0/1 Adam leave them."""
+        """Return whether the errors so far are of something else. Refreshes of 0/1 Adam leave them."""
         before = self._phases.at(self._resident.num_updates)
         if self._phases.sums_locally:
             return self._kind in (Exchange.SUM, Exchange.NONE) and before in (

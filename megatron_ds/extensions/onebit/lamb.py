@@ -154,7 +154,7 @@ class OneBitLamb(CompressedOptimizer):
         return ratios
 
     def _factors(self) -> torch.Tensor:
-        """The mean ratios times the factors of this step."""
+        """Return the mean ratios times the factors of this step."""
         self._us = [self._directions(group) for group in self.param_groups]
         before_decay = [u.clone() for us in self._us for u in us]
         for us, group in zip(self._us, self.param_groups):
@@ -191,7 +191,7 @@ class OneBitLamb(CompressedOptimizer):
         return us
 
     def _excess(self, p: torch.Tensor, eps: float) -> torch.Tensor:
-        """The largest (√v + eps) / (√v' + eps) of a part."""
+        """Return the largest (√v + eps) / (√v' + eps) of a part."""
         state = self.state_of(p)
         v = state["exp_avg_sq"]
         fresh = state["exp_avg_sq_fresh"]
@@ -233,7 +233,7 @@ class WholeParameterNorms:
     def largest(
         self, values: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The values themselves."""
+        """Return the values themselves."""
         return values
 
 

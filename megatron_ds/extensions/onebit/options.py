@@ -6,7 +6,7 @@ from ...config.options.option import option
 
 
 def _param(default: float, *, name: str, **more):
-    """An option whose JSON key is a parameter of the optimizer."""
+    """Return an option whose JSON key is a parameter of the optimizer."""
     return option(default, json=f"optimizer.params.{name}", **more)
 
 

@@ -32,10 +32,10 @@ class Phases(Protocol):
     """The exchanges of a run."""
 
     def at(self, step: int) -> Exchange:
-        """The exchange of a step."""
+        """Return the exchange of a step."""
 
     def variance_updates(self, step: int) -> int:
-        """How often the second moment was updated after a step, for its bias correction."""
+        """Return how often the second moment was updated after a step, for its bias correction."""
 
     @property
     def sums_locally(self) -> bool:
@@ -50,7 +50,7 @@ class FrozenVariance:
     sums_locally = False
 
     def at(self, step: int) -> Exchange:
-        """The exchange of a step."""
+        """Return the exchange of a step."""
         return Exchange.FULL if step <= self.freeze_step else Exchange.MOMENTUM
 
     def variance_updates(self, step: int) -> int:
@@ -69,7 +69,7 @@ class ZeroOnePhases:
     sums_locally = True
 
     def at(self, step: int) -> Exchange:
-        """The exchange of a step."""
+        """Return the exchange of a step."""
         if step <= self.var_freeze_step:
             is_refresh = self.variance_updates(step) > self.variance_updates(step - 1)
             return Exchange.FULL if is_refresh else Exchange.GRADIENT
@@ -90,6 +90,6 @@ class ZeroOnePhases:
             interval *= 2
 
     def local_interval(self, step: int) -> int:
-        """The interval after the freeze: synchronization is at its multiples."""
+        """Return the interval after the freeze: synchronization is at its multiples."""
         doublings = (step - self.var_freeze_step - 1) // self.local_step_scaler
         return min(self.local_step_clipper, 1 << min(doublings, 62))

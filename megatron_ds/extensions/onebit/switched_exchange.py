@@ -60,5 +60,5 @@ class NoiseShare:
         self.value += (share - self.value) * max(1 / self.count, 1 - KEPT)
 
     def ratio(self, ranks: int) -> float:
-        """The root of the mean of ‖g_i‖², over the norm of the mean."""
+        """Return the root of the mean of ‖g_i‖², over the norm of the mean."""
         return (1 + (ranks - 1) * self.value) ** 0.5

@@ -117,12 +117,12 @@ def _runs(layout: Layout, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
 
 
 def has_rows(spec: ParamSpec) -> bool:
-    """Whether the rows of a parameter are compressed only where they are not zero."""
+    """Return whether the rows of a parameter are compressed only where they are not zero."""
     return len(spec.shape) > 1 and all(split.dim == 0 for split in spec.splits)
 
 
 def is_vector(spec: ParamSpec) -> bool:
-    """Whether a parameter is exchanged in full precision."""
+    """Return whether a parameter is exchanged in full precision."""
     return len(spec.shape) < 2
 
 
@@ -138,7 +138,7 @@ def to_shards(values: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def from_shards(values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The inverse of `to_shards`."""
+    """Return the inverse of `to_shards`."""
     k = layout.numel // values.numel()
     sizes = [
         (bucket.stop - bucket.start) // k // layout.shards for bucket in layout.buckets

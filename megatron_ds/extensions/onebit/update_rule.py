@@ -57,7 +57,7 @@ class OneBitRule(UpdateRule):
         return messages(layout, parameters, ranks.data, groups)
 
     def norm_messages(self, norms: ParameterNorms) -> Iterator[tuple[Group, int]]:
-        """The maxima of 1-bit LAMB, the only optimizer here that asks for norms."""
+        """Return the maxima of 1-bit LAMB, the only optimizer here that asks for norms."""
         return norms.sent_of_largest()
 
     def state_bytes(self, layout: Layout, shard: int | None) -> int:

@@ -121,7 +121,7 @@ def write_low(
 
 
 def zero_one_phases(settings: OptimizerConfig) -> Phases:
-    """The exchanges of 0/1 Adam."""
+    """Return the exchanges of 0/1 Adam."""
     return ZeroOnePhases(
         settings.var_freeze_step,
         settings.var_update_scaler,
@@ -131,7 +131,7 @@ def zero_one_phases(settings: OptimizerConfig) -> Phases:
 
 
 def zero_one_rule(settings: OptimizerConfig) -> OneBitRule:
-    """What ranks of 0/1 Adam exchange."""
+    """Return what ranks of 0/1 Adam exchange."""
     return OneBitRule(zero_one_phases(settings))
 
 

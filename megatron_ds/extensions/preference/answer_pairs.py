@@ -68,7 +68,7 @@ class PairDataset:
         return self.pair(int(_order(count, self.seed, epoch)[place]))
 
     def reached(self, num_samples: int) -> np.ndarray:
-        """The places in `pairs` of the first samples, ascending, each once."""
+        """Return the places in `pairs` of the first samples, ascending, each once."""
         count = len(self.pairs)
         if num_samples >= count:
             return np.arange(count)
@@ -80,7 +80,7 @@ class PairDataset:
         return {**self.corpus.key(self.pairs), "sequence_length": self.seq_length}
 
     def pair(self, number: int) -> dict[str, np.ndarray]:
-        """The sample of a pair, by its place in `pairs`."""
+        """Return the sample of a pair, by its place in `pairs`."""
         size = self.seq_length + 1
         tokens = np.full(size, PAD, np.int64)
         document_ids = np.full(size, ANSWERS, np.int64)
@@ -177,5 +177,5 @@ PREFERENCE_DATA = replace(
 
 
 def pairs_of_answers(own: DataKind, config: "RunConfig") -> DataKind:
-    """The kind of the data of a run on pairs, whatever that of its model is."""
+    """Return the kind of the data of a run on pairs, whatever that of its model is."""
     return PREFERENCE_DATA

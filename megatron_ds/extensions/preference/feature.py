@@ -10,7 +10,7 @@ own = partial(Later, __package__)
 
 
 def _implied(config: Any) -> dict[str, tuple[Any, str]]:
-    """A row holds the two answers of a pair, and the model has no dropout, as its reference has none."""
+    """Return a row holds the two answers of a pair, and the model has no dropout, as its reference has none."""
     if not config.of(PreferenceConfig).is_on:
         return {}
     implied = {

@@ -39,7 +39,7 @@ ALIKE_IN_ANOTHER_FORMAT = 0.02
 
 
 def origin_of(config: RunConfig, start: Start) -> dict[str, Any]:
-    """Where the weights of the first step were read, for run.json.
+    """Return where the weights of the first step were read, for run.json.
 
     load: the folder, None for initial weights.  run_id, step: of its checkpoint, None where another program wrote it
     """
@@ -85,7 +85,7 @@ class FirstModel:
         known: np.ndarray,
         scores: np.ndarray,
     ) -> np.ndarray:
-        """The log-probabilities of pairs, fp32 [numbers, 2], on all ranks.
+        """Return the log-probabilities of pairs, fp32 [numbers, 2], on all ranks.
 
         numbers: their places in `dataset.pairs`, one or more.  known: of pairs whose scores are stored in `scores`;
         where the model is read again, it must give some of them the same. Collective over the world. Raises
@@ -131,7 +131,7 @@ class FirstModel:
             raise self._lost(str(error), None) from None
 
     def _start(self, config: RunConfig) -> Start:
-        """The checkpoint that the run began with. Raises CheckpointError for another one."""
+        """Return the checkpoint that the run began with. Raises CheckpointError for another one."""
         origin = self._recorded
         if origin["load"] is None:
             return Start(None, {}, "")
@@ -154,7 +154,7 @@ class FirstModel:
                 torch.cuda.empty_cache()
 
     def _lost(self, reason: str, count: int | None) -> CheckpointError:
-        """The error of a run that continues to pairs without scores, on all ranks."""
+        """Return the error of a run that continues to pairs without scores, on all ranks."""
         steps = self.replica.config.train.train_iters
         pairs = "pairs" if count is None else f"{count:,} pairs"
         error: Any = CheckpointError(
@@ -169,7 +169,7 @@ class FirstModel:
 def score_pairs(
     replica: Replica, dataset: PairDataset, numbers: np.ndarray, collate: Collator
 ) -> np.ndarray:
-    """The log-probabilities of pairs under the weights of `replica`, fp32 [numbers, 2], on all ranks.
+    """Return the log-probabilities of pairs under the weights of `replica`, fp32 [numbers, 2], on all ranks.
 
     numbers: their places in `dataset.pairs`, one or more. Collective over the world.
     """
@@ -206,7 +206,7 @@ def _forward(
     microbatches: Sequence[Batch],
     loss: Callable[[Logits, Batch], AnswerScores],
 ) -> list[AnswerScores]:
-    """The scores of each micro-batch on the ranks of the last stage; [] elsewhere."""
+    """Return the scores of each micro-batch on the ranks of the last stage; [] elsewhere."""
     last = [stage for stage in replica.stages.values() if stage.is_last]
     if not last:
         return replica.executor.forward(microbatches)

@@ -65,7 +65,7 @@ def dpo_loss(
     beta: float,
     label_smoothing: float,
 ) -> Loss:
-    """The mean over the pairs of a micro-batch; every micro-batch has as many. Shapes and collectives as of
+    """Return the mean over the pairs of a micro-batch; every micro-batch has as many. Shapes and collectives as of
     `answer_scores`.
 
     Adds to the ledger of the batch the means of the rewards, of their difference, and of the pairs whose order is
@@ -91,7 +91,7 @@ def dpo_loss(
 
 
 def pair_loss(config: RunConfig, mesh: Mesh) -> Callable[[Logits, Batch], Loss]:
-    """The loss of a run on pairs of answers."""
+    """Return the loss of a run on pairs of answers."""
     preference = config.of(PreferenceConfig)
     return partial(
         dpo_loss,
@@ -102,7 +102,7 @@ def pair_loss(config: RunConfig, mesh: Mesh) -> Callable[[Logits, Batch], Loss]:
 
 
 def sizes_of(config: RunConfig, mesh: Mesh) -> dict:
-    """The arguments of `answer_scores` besides logits and batch."""
+    """Return the arguments of `answer_scores` besides logits and batch."""
     return {
         "tp": mesh.group("tp"),
         "cp": mesh.group("cp"),

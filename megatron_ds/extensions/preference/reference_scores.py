@@ -46,7 +46,7 @@ NAMES = ("scores",)  # of the arrays of an entry
 
 
 def open_reference(config: RunConfig, tokenizer: Tokenizer) -> Prepare:
-    """What fills the references when the weights of the run are loaded."""
+    """Return what fills the references when the weights of the run are loaded."""
     return partial(fill_references, tokenizer)
 
 
@@ -109,7 +109,7 @@ def _warn_of_dropout(replica: Replica) -> None:
 
 
 def draws_of(dataset: object) -> Iterator[tuple[PairDataset, int]]:
-    """The pairs of each corpus of a blend, and how many of their samples the run takes."""
+    """Yield the pairs of each corpus of a blend, and how many of their samples the run takes."""
     if isinstance(dataset, PairDataset):
         yield dataset, len(dataset)
     elif isinstance(dataset, BlendedDataset):
@@ -121,7 +121,8 @@ def draws_of(dataset: object) -> Iterator[tuple[PairDataset, int]]:
 def _first_weights(
     start: Start, description: dict, base_bits: int | None
 ) -> dict[str, Any]:
-    """The identity of the weights with which a run begins: checkpoints, or the run itself if a name is not enough.
+    """Return the identity of the weights with which a run begins: checkpoints, or the run itself if a name is not
+    enough.
 
     base_bits: of frozen weights; encoded ones differ from those of their checkpoint
     """
@@ -143,8 +144,8 @@ def _stored_or_scored(
     collate: Collator,
     weights: dict[str, Any] | None,
 ) -> np.ndarray:
-    """The scores of a dataset, NaN but for the pairs with these numbers and others that are stored. Collective over
-    the world."""
+    """Return the scores of a dataset, NaN but for the pairs with these numbers and others that are stored.
+    Collective over the world."""
     # What is stored already, by this run or another one.
     replica = model.replica
     world = replica.mesh.group("world")
@@ -186,7 +187,8 @@ def _entries(
     weights: dict[str, Any] | None,
     is_new: bool,
 ) -> list[CacheEntry]:
-    """Where the scores are stored: one entry, or those that a run may have begun with. Reads the corpus in full.
+    """Return where the scores are stored: one entry, or those that a run may have begun with. Reads the corpus in
+    full.
 
     A run may continue in another number format, and its reference stays that of its first step.
     """
@@ -214,13 +216,13 @@ def _entries(
 
 
 def _content(dataset: PairDataset) -> dict[str, Any]:
-    """What the files of the corpus hold now."""
+    """Return what the files of the corpus hold now."""
     paths = (dataset.corpus.bin_path, dataset.masks.path)
     return {"content": content_hash(np.memmap(path, np.uint8, "r") for path in paths)}
 
 
 def _not_stored(entry: CacheEntry, dataset: PairDataset) -> str:
-    """The error of a run that continues, and has no scores."""
+    """Return the error of a run that continues, and has no scores."""
     return (
         f"{entry.directory} has no log-probabilities of the reference for {dataset.corpus.prefix}. They were computed "
         "with the weights of the first step, which later checkpoints do not have. Copy that folder from where the run "
@@ -230,7 +232,7 @@ def _not_stored(entry: CacheEntry, dataset: PairDataset) -> str:
 
 
 def _read(entries: Sequence[CacheEntry]) -> tuple[CacheEntry, np.ndarray | None]:
-    """The first entry that is there, and its scores; without any, the first and None."""
+    """Return the first entry that is there, and its scores; without any, the first and None."""
     for entry in entries:
         try:
             found = entry.load(verify_large=True)

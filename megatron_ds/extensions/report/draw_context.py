@@ -31,7 +31,7 @@ NARROWEST = 190  # pixels of a panel, for its captions
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of the command. Raises ConfigError."""
+    """Return the flags of the command. Raises ConfigError."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     add(
@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def owners(ranks: int, zigzag: bool) -> list[int]:
-    """The rank of each of 2 * ranks equal chunks of a sequence."""
+    """Return the rank of each of 2 * ranks equal chunks of a sequence."""
     chunks = 2 * ranks
     found = [0] * chunks
     for rank in range(ranks):
@@ -57,7 +57,7 @@ def owners(ranks: int, zigzag: bool) -> list[int]:
 
 
 def shares(owner: list[int]) -> list[float]:
-    """The part of all causal scores whose queries each rank holds; half of a chunk's own square counts."""
+    """Return the part of all causal scores whose queries each rank holds; half of a chunk's own square counts."""
     whole = len(owner) ** 2 / 2
     held = [0.0] * (max(owner) + 1)
     for chunk, rank in enumerate(owner):
@@ -86,7 +86,7 @@ def svg(ranks: int) -> str:
 
 
 def _panel(title: str, owner: list[int], left: int) -> list[str]:
-    """The tokens in a row, the scores below: a row for the queries of a chunk, a column for its keys."""
+    """Return the tokens in a row, the scores below: a row for the queries of a chunk, a column for its keys."""
     lines = [f'<text x="{left}" y="{MARGIN}" font-weight="bold">{title}</text>']
     for chunk, rank in enumerate(owner):
         x = left + chunk * CELL

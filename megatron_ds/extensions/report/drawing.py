@@ -30,7 +30,7 @@ INCHES = (5.0, 2.9)  # narrow, so that words stay readable on a phone
 
 
 def colour(number: int) -> str:
-    """The colour of a run."""
+    """Return the colour of a run."""
     return COLOURS[number % len(COLOURS)]
 
 
@@ -50,7 +50,7 @@ def drawing_library() -> Any:
 
 
 def chart(title: str, runs: Sequence[Run]) -> str | None:
-    """The <svg> element of a chart of `CHARTS`; None when no run has a value for it."""
+    """Return the <svg> element of a chart of `CHARTS`; None when no run has a value for it."""
     field, kinds = CHARTS[title]
     # A curve is interrupted where the value was not finite.
     drawn: list[Curve] = []
@@ -68,7 +68,7 @@ def chart(title: str, runs: Sequence[Run]) -> str | None:
 
 
 def curves(title: str, drawn: Sequence[Curve]) -> str:
-    """The <svg> element of curves against steps; those with a label are in a legend."""
+    """Return the <svg> element of curves against steps; those with a label are in a legend."""
     pyplot = drawing_library()
     figure, axes = pyplot.subplots(figsize=INCHES, layout="constrained")
     for steps, values, style in drawn:

@@ -57,5 +57,5 @@ def curves(run: Run) -> Curves:
 
 
 def values_of(points: Points) -> list[float]:
-    """The values, without steps."""
+    """Return the values, without steps."""
     return [value for _, value in points]

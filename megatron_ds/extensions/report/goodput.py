@@ -78,7 +78,7 @@ class _Process:
 
 
 def goodput(run: Run) -> Goodput:
-    """How the wall time of the run was spent."""
+    """Return how the wall time of the run was spent."""
     processes = _processes(run)
     parts = dict.fromkeys(PARTS, 0.0)
     previous = None

@@ -142,7 +142,7 @@ def _numbers(runs: Sequence[Run]) -> str:
 
 
 def _wall_time(number: int, run: Run) -> str:
-    """A sentence, a bar and a table of the parts of its wall time."""
+    """Return a sentence, a bar and a table of the parts of its wall time."""
     spent = goodput(run)
     wall = _value("span", number, "wall", spent.wall, SECONDS)
     share = _value("span", number, "explained", spent.explained, SHARE)
@@ -175,7 +175,7 @@ def _bar(parts: dict[str, float]) -> str:
 
 # ------------------------------------------------------------------ what a run records on request
 def _pipeline(number: int, run: Run) -> str:
-    """A step in time, planned and measured; "" without --trace."""
+    """Return a step in time, planned and measured; "" without --trace."""
     folder = trace_folder(run)
     if folder is None:
         return ""
@@ -211,7 +211,7 @@ def _pipeline(number: int, run: Run) -> str:
 def _beside(
     run: int, title: str, name: str, values: Sequence[float], form: str
 ) -> list[str]:
-    """A row of a planned and a measured value."""
+    """Return a row of a planned and a measured value."""
     row = [f'<td class="name">{escape(title)}</td>']
     for which, value in zip(BOTH, values, strict=True):
         cell = _cell(run, f"{name}-{which}", value, form)
@@ -331,7 +331,7 @@ def _cell(run: int, name: str, value: Number, form: str) -> str:
 
 
 def _value(tag: str, run: int, name: str, value: float, form: str) -> str:
-    """A number, with its exact value in data attributes."""
+    """Return a number, with its exact value in data attributes."""
     attributes = (
         'class="number"',
         f'data-run="{run}"',

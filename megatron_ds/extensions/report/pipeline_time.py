@@ -22,7 +22,7 @@ class PipelineTime:
     measured: Simulation
 
     def picture(self) -> str:
-        """An <svg> element with both, to one scale of time."""
+        """Return an <svg> element with both, to one scale of time."""
         panels = [
             Panel(f"{name}: bubble {times.bubble:.1%}, {times.span:.4g} s", times)
             for name, times in (("planned", self.planned), ("measured", self.measured))
@@ -32,13 +32,15 @@ class PipelineTime:
 
 
 def trace_folder(run: Run) -> Path | None:
-    """The folder of --trace, as the run was given it; None without one."""
+    """Return the folder of --trace, as the run was given it; None without one."""
     setting = run.settings.get("logging.trace")
     return Path(setting[0]) if setting else None
 
 
 def pipeline_time(folder: Path) -> PipelineTime | None:
-    """The last step of the timelines in the folder; None if there is none. Raises DataError for other files."""
+    """Return the last step of the timelines in the folder; None if there is none. Raises DataError for other
+    files.
+    """
     steps = steps_of(read_traces(sorted(folder.glob("*.json"))))
     if not steps:
         return None

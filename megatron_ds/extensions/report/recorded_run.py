@@ -16,7 +16,7 @@ class Run:
     records: list[dict]
 
     def last_of_steps(self, kind: str) -> list[dict]:
-        """The records of a kind in order of steps; of a repeated step, the newest."""
+        """Return the records of a kind in order of steps; of a repeated step, the newest."""
         last = {r["step"]: r for r in self.records if r["kind"] == kind}
         return [last[step] for step in sorted(last)]
 
@@ -36,12 +36,12 @@ class Run:
 
 
 def metrics_file(place: Path) -> Path:
-    """The file of a run that is given as a folder or as the file itself."""
+    """Return the file of a run that is given as a folder or as the file itself."""
     return place / "metrics.jsonl" if place.is_dir() else place
 
 
 def read_run(place: Path) -> Run:
-    """The newest run of metrics.jsonl in a folder, or of a file.
+    """Return the newest run of metrics.jsonl in a folder, or of a file.
 
     Raises DataError if there is no such file, or if it holds no records.
     """

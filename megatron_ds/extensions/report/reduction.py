@@ -10,13 +10,13 @@ Number = float | int | None
 
 
 def last(run: Run, kind: str, name: str) -> Number:
-    """The value at the last step; None where it was not finite, or without records."""
+    """Return the value at the last step; None where it was not finite, or without records."""
     records = run.last_of_steps(kind)
     return records[-1].get(name) if records else None
 
 
 def known(run: Run, kind: str, name: str) -> list[float]:
-    """The values of all steps that have one."""
+    """Return the values of all steps that have one."""
     values = (record.get(name) for record in run.last_of_steps(kind))
     return [value for value in values if value is not None]
 

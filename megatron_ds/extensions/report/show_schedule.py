@@ -212,7 +212,7 @@ def _check_stages(name: str, planned: int, measured: set[int]) -> None:
 
 
 def _measured(args) -> dict[int, list[Entry]]:
-    """The timelines of the step that was asked for."""
+    """Return the timelines of the step that was asked for."""
     paths = []
     for path in args.measured:
         paths += sorted(path.glob("*.json")) if path.is_dir() else [path]

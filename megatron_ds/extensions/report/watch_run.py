@@ -66,7 +66,7 @@ def facts(run: Run, now: float) -> dict[str, str]:
 
 
 def curve(values: Sequence[float | None], width: int = CURVE) -> str:
-    """The values as bars of a line of text, each the mean of as many neighbours as fit `width` columns."""
+    """Return the values as bars of a line of text, each the mean of as many neighbours as fit `width` columns."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
@@ -103,7 +103,7 @@ def _size(path: Path) -> int:
 
 
 def view(run: Run, now: float) -> Any:
-    """What the terminal shows: a panel of rich."""
+    """Return what the terminal shows: a panel of rich."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text

@@ -95,5 +95,5 @@ def _experiment(config: RunConfig, run_id: str):
 
 
 def experiment_key(run_id: str) -> str:
-    """The key of the run's experiment: 32 letters and digits, as Comet requires."""
+    """Return the key of the run's experiment: 32 letters and digits, as Comet requires."""
     return hashlib.sha256(run_id.encode()).hexdigest()[:32]

@@ -90,7 +90,7 @@ class MlflowLog:
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The path of each option with its value."""
+    """Yield the path of each option with its value."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")

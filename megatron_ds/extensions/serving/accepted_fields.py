@@ -13,12 +13,12 @@ NOTHING: tuple = ([], {})
 
 
 def only(*values: Any, reason: str = "Leave it out.") -> RequestField:
-    """A field whose other values are refused."""
+    """Return a field whose other values are refused."""
     return RequestField("any", None, only=values, reason=reason)
 
 
 def noted(reason: str) -> RequestField:
-    """A field that is logged once and has no effect."""
+    """Return a field that is logged once and has no effect."""
     return RequestField("any", note=reason)
 
 

@@ -52,13 +52,13 @@ class ChatReply(OpenAIReply):
         return self.values["logprobs"]
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """A chunk of each choice with the role of the message."""
+        """Yield a chunk of each choice with the role of the message."""
         for index in range(len(self.parts)):
             choice = self._choice(index, {"role": "assistant", "content": ""}, None)
             yield self.envelope([{**choice, "finish_reason": None}], True)
 
     def choice(self, index: int, delta: Delta, is_chunk: bool) -> dict[str, Any]:
-        """A choice with what is new of its message."""
+        """Return a choice with what is new of its message."""
         log_probs = None
         if self.shows_log_probs:
             most = self.values["top_logprobs"] or 0
@@ -105,7 +105,7 @@ def _messages(value: list) -> list[Message]:
 def _parts_of(
     tokens: tuple[int, ...], values: Values, model: ServedModel
 ) -> Iterator[ReplyPart]:
-    """The n answers, each with a seed of its own."""
+    """Yield the n answers, each with a seed of its own."""
     given = values["max_completion_tokens"] or values["max_tokens"]
     most = given or max(model.room(tokens), 1)
     model.check_ids(values["stop_token_ids"], "stop_token_ids")

@@ -51,7 +51,7 @@ class CompletionReply(OpenAIReply):
         return self.values["logprobs"] is not None
 
     def choice(self, index: int, delta: Delta, is_chunk: bool) -> dict[str, Any]:
-        """A choice with what is new of its text."""
+        """Return a choice with what is new of its text."""
         log_probs = None
         if self.shows_log_probs:
             log_probs = completion_log_probs(delta.entries, delta.offset)
@@ -102,7 +102,7 @@ def _check_size(value: Any, model: ServedModel) -> None:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """The prompts of a request. Raises RefusedRequest for none."""
+    """Return the prompts of a request. Raises RefusedRequest for none."""
     if isinstance(value, str) or value and is_integers(value):
         return [value]
     if not value or [] in value:
@@ -113,7 +113,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 def _parts_of(
     prompt: str | list[int], values: Values, model: ServedModel, seed: int
 ) -> Iterator[ReplyPart]:
-    """The n texts of a prompt, each with a seed of its own, from `seed` on."""
+    """Yield the n texts of a prompt, each with a seed of its own, from `seed` on."""
     tokens = model.encode(prompt, "prompt")
     most = values["max_tokens"]
     if most is None:

@@ -285,7 +285,7 @@ class Handler(BaseHTTPRequestHandler):
         return Body(self.rfile, self.headers, most, self.server.held)
 
     def _read(self, body: Body) -> bytes:
-        """The bytes of the body. Raises RefusedRequest; what is not read closes the connection."""
+        """Return the bytes of the body. Raises RefusedRequest; what is not read closes the connection."""
         keeps = self.close_connection
         self.close_connection = True
         try:
@@ -379,8 +379,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.server.browsers.answer_headers(headers.get("Origin"))
 
     def _is_gone(self) -> bool:
-        """Whether the client has closed its connection. One that sends a next request has not, nor has one that only
-        ends its sending: it still reads."""
+        """Return whether the client has closed its connection. One that sends a next request has not, nor has one
+        that only ends its sending: it still reads."""
         connection = self.connection
         try:
             connection.setblocking(False)
@@ -395,8 +395,8 @@ class Handler(BaseHTTPRequestHandler):
             connection.settimeout(SEND_SECONDS)
 
     def _has_hung_up(self) -> bool:
-        """Whether a client that has ended its sending also reads no more: its system then refuses what is sent, an
-        interim answer, or a comment between events, which every client ignores."""
+        """Return whether a client that has ended its sending also reads no more: its system then refuses what is
+        sent, an interim answer, or a comment between events, which every client ignores."""
         if self.request_version == "HTTP/1.0":
             return True
         if not self._has_probed:

@@ -77,7 +77,7 @@ class OpenAIReply:
         return {**self.envelope(choices, False), "usage": self._usage()}
 
     def envelope(self, choices: list[Json], is_chunk: bool) -> Json:
-        """The object around some choices."""
+        """Return the object around some choices."""
         found = {
             "id": self._id,
             "object": self.kinds[is_chunk],

@@ -41,7 +41,7 @@ class RefusedRequest(Exception):
         self.headers = headers or {}
 
     def as_json(self) -> dict[str, Any]:
-        """The body of the answer. Megatron's client reads "message" beside "error"."""
+        """Return the body of the answer. Megatron's client reads "message" beside "error"."""
         error = {
             "message": self.message,
             "type": KINDS.get(self.status, "invalid_request_error"),

@@ -122,7 +122,7 @@ class Body:
         )
 
     def _is_chunked(self) -> bool:
-        """Whether the body comes in chunks. Raises RefusedRequest if its end is not certain."""
+        """Return whether the body comes in chunks. Raises RefusedRequest if its end is not certain."""
         codings = self._headers.get_all("Transfer-Encoding", [])
         if not codings:
             return False
@@ -138,7 +138,7 @@ class Body:
         return True
 
     def _by_length(self) -> Iterator[bytes]:
-        """The bytes of a body whose length is given."""
+        """Yield the bytes of a body whose length is given."""
         lengths = map(str.strip, self._headers.get_all("Content-Length", ["0"]))
         text = ", ".join(
             dict.fromkeys(lengths)
@@ -195,7 +195,7 @@ class Body:
         raise RefusedRequest(f"the body has more than {MOST_TRAILERS} trailers.")
 
     def _line(self) -> bytes:
-        """A line without its end."""
+        """Return a line without its end."""
         line = self._file.readline(MOST_LINE)
         if not line:
             raise ConnectionError("the client left before its request was complete")
@@ -229,7 +229,7 @@ def _too_many(what: str, most: int) -> RefusedRequest:
 
 
 def _outside_of_strings(body: bytes) -> Iterator[bytes]:
-    """The bytes of a JSON text that are in no string, piece by piece."""
+    """Yield the bytes of a JSON text that are in no string, piece by piece."""
     is_inside = False
     start = 0
     while start < len(body):

@@ -46,7 +46,7 @@ class RequestField:
     note: str = ""
 
     def read(self, name: str, value: Any) -> Any:
-        """The value, or the default for null. Raises RefusedRequest."""
+        """Return the value, or the default for null. Raises RefusedRequest."""
         if value is None or value in self.nothing:
             return self.default
         if self.note:
@@ -83,7 +83,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Whether this is a text that UTF-8 can hold: JSON may have half a surrogate pair."""
+    """Return whether this is a text that UTF-8 can hold: JSON may have half a surrogate pair."""
     if not isinstance(value, str):
         return False
     try:
@@ -98,7 +98,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def is_integers(value: Any) -> bool:
-    """Whether this is a list of integers."""
+    """Return whether this is a list of integers."""
     return isinstance(value, list) and all(map(_is_integer, value))
 
 
@@ -154,7 +154,7 @@ def _range(field: RequestField) -> str:
 
 
 def read_json(body: bytes) -> Values:
-    """The object in a body. Raises RefusedRequest."""
+    """Return the object in a body. Raises RefusedRequest."""
     check_structure(body)
     try:
         content = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
@@ -173,7 +173,9 @@ def _refuse_constant(word: str) -> None:
 
 
 def read_fields(body: Values, fields: Fields, required: str) -> Values:
-    """The value of each field. required: the key without which there is nothing to do. Raises RefusedRequest."""
+    """Return the value of each field. required: the key without which there is nothing to do. Raises
+    RefusedRequest.
+    """
     for name, value in body.items():
         if name not in fields and value is not None:
             shown = shortened(name, 60)

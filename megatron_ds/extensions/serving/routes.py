@@ -39,22 +39,22 @@ class Reply(Protocol):
     def streams(self) -> bool: ...
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once all texts are complete."""
+        """Return the answer, once all texts are complete."""
 
 
 def known_path(path: str) -> str:
-    """The path as the tables here have it, without the name of a model."""
+    """Return the path as the tables here have it, without the name of a model."""
     return ONE_MODEL if path.startswith(f"{MODELS}/") else path
 
 
 def _models(serving: Serving, path: str) -> bytes:
-    """The list of the one model."""
+    """Return the list of the one model."""
     data = [_entry(serving.model)]
     return json.dumps({"object": "list", "data": data}).encode()
 
 
 def _one_model(serving: Serving, path: str) -> bytes:
-    """The model that the path names. Raises RefusedRequest for another one."""
+    """Return the model that the path names. Raises RefusedRequest for another one."""
     serving.model.require_name(unquote(path.removeprefix(f"{MODELS}/")))
     return json.dumps(_entry(serving.model)).encode()
 

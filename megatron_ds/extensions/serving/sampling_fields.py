@@ -41,13 +41,13 @@ SAMPLING: dict[str, RequestField] = {
 
 
 def seed_of(values: Mapping[str, Any]) -> int:
-    """The seed of a request, or a random one. Numbers of any size become one that the generator takes."""
+    """Return the seed of a request, or a random one. Numbers of any size become one that the generator takes."""
     given = values["seed"]
     return secrets.randbelow(SEEDS) if given is None else given % SEEDS
 
 
 def sampling_of(values: Mapping[str, Any], seed: int) -> Sampling:
-    """How the tokens of a text are chosen. Raises RefusedRequest."""
+    """Return how the tokens of a text are chosen. Raises RefusedRequest."""
     try:
         return Sampling(
             temperature=float(values["temperature"]),
@@ -74,7 +74,7 @@ def least_of(values: Mapping[str, Any], most: int) -> int:
 
 
 def stops_of(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts that end a continuation. An empty one ends nothing. Raises RefusedRequest for long ones: each
+    """Return the texts that end a continuation. An empty one ends nothing. Raises RefusedRequest for long ones: each
     new token is compared with all their beginnings."""
     stop = values["stop"]
     stops = [stop] if isinstance(stop, str) else stop
@@ -88,14 +88,14 @@ def stops_of(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def stop_tokens_of(values: Mapping[str, Any], usual: frozenset[int]) -> frozenset[int]:
-    """The tokens that end a continuation."""
+    """Return the tokens that end a continuation."""
     return (frozenset() if values["ignore_eos"] else usual) | set(
         values["stop_token_ids"]
     )
 
 
 def wants_usage(values: Mapping[str, Any]) -> bool:
-    """Whether a stream ends with the numbers of tokens. Raises RefusedRequest."""
+    """Return whether a stream ends with the numbers of tokens. Raises RefusedRequest."""
     options = values["stream_options"] or {}
     if not options:
         return False

@@ -165,7 +165,9 @@ def check_length(length: int | None, positions: int) -> None:
 
 
 def template_of(model: LoadedModel, path: str | None) -> ChatTemplate | None:
-    """The chat template of a file, else of the tokenizer; None without one. Raises DataError if it is no template."""
+    """Return the chat template of a file, else of the tokenizer; None without one. Raises DataError if it is
+    no template.
+    """
     tokenizer = model.replica.config.data.tokenizer_model
     if path is None and tokenizer is None:
         return None
@@ -181,7 +183,7 @@ def served_model(
     generator: Generator,
     template: ChatTemplate | None,
 ) -> ServedModel:
-    """What endpoints know of the model."""
+    """Return what endpoints know of the model."""
     config = model.replica.config
     assert config.model.vocab_size is not None  # that of the tokenizer
     return ServedModel(

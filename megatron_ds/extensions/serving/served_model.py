@@ -92,7 +92,7 @@ class ServedModel:
             )
 
     def encode(self, prompt: str | Sequence[int], param: str) -> tuple[int, ...]:
-        """The tokens of a prompt, of a text with those that begin one. Raises RefusedRequest."""
+        """Return the tokens of a prompt, of a text with those that begin one. Raises RefusedRequest."""
         if not isinstance(prompt, str):
             self._check_length(len(prompt), param)
             self.check_ids(prompt, param)
@@ -105,7 +105,7 @@ class ServedModel:
         param: str,
         encode: Callable[[Tokenizer, str], Sequence[int]],
     ) -> tuple[int, ...]:
-        """The tokens of a text that may fit. Raises RefusedRequest."""
+        """Return the tokens of a text that may fit. Raises RefusedRequest."""
         if len(text) > self.longest_text:
             raise RefusedRequest(
                 f"{param} has a text of {len(text):,} characters. A text of this model has at most {self.max_length} "
@@ -145,7 +145,7 @@ class ServedModel:
     def render(
         self, messages: Sequence[Message], values: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """The tokens of a conversation with the beginning of an answer. values: names for the template. Raises
+        """Return the tokens of a conversation with the beginning of an answer. values: names for the template. Raises
         RefusedRequest."""
         if self.template is None:
             raise RefusedRequest(NO_TEMPLATE)
@@ -185,11 +185,11 @@ class ServedModel:
             return self.end_tokens, ()
 
     def room(self, tokens: Sequence[int]) -> int:
-        """How many tokens can follow these."""
+        """Return how many tokens can follow these."""
         return max(self.max_length - len(tokens), 0)
 
     def request(self, param: str, **values: Any) -> GenerationRequest:
-        """A request to the generator. param: the field that has the prompt. Raises RefusedRequest where the
+        """Return a request to the generator. param: the field that has the prompt. Raises RefusedRequest where the
         generator cannot run it."""
         try:
             request = GenerationRequest(**values)

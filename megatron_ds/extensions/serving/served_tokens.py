@@ -33,7 +33,7 @@ def entry_of(
     log_prob: float | None,
     alternatives: Alternatives,
 ) -> TokenEntry:
-    """The entry of a token whose text is `text`."""
+    """Return the entry of a token whose text is `text`."""
     if log_prob is None:
         return TokenEntry(text, None, None)
     own = _finite(log_prob)

@@ -88,7 +88,7 @@ NUMBERS = (
 
 
 def page(model: ServedModel) -> bytes:
-    """The page for a model, UTF-8. It offers chat where there is a template."""
+    """Return the page for a model, UTF-8. It offers chat where there is a template."""
     name = escape(model.name)
     inputs = "".join(
         f'<label>{label}<input name="{key}" type="number" {limits}></label>'

@@ -17,7 +17,7 @@ class SparseLayouts(AttentionLayouts):
     def of_layer(
         self, config: ModelConfig, name: str, seed: int, causal: bool
     ) -> BlockLayout | None:
-        """The layout of a layer, whose random blocks follow from the seed and its name."""
+        """Return the layout of a layer, whose random blocks follow from the seed and its name."""
         if config.sparse_attention is None:
             return None
         key = (seed, name) if has_random_blocks(config) else ()

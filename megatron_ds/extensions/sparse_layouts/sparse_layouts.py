@@ -35,14 +35,14 @@ Draw = Callable[[int, int, int, int], np.ndarray]
 def block_layout(
     options: SparseOptions, positions: int, heads: int, is_causal: bool, *key: int | str
 ) -> BlockLayout:
-    """The layout of all heads of a layer. key: of the random blocks; without effect in other modes"""
+    """Return the layout of all heads of a layer. key: of the random blocks; without effect in other modes"""
     blocks = -(-positions // options.sparse_block)
     seen = layout(options, blocks, heads, is_causal, keyed(blocks, *key))
     return BlockLayout.of(options.sparse_block, seen)
 
 
 def has_random_blocks(options: SparseOptions) -> bool:
-    """Whether layers differ."""
+    """Return whether layers differ."""
     return (
         options.sparse_attention in ("variable", "bigbird")
         and options.sparse_num_random_blocks > 0
@@ -50,7 +50,7 @@ def has_random_blocks(options: SparseOptions) -> bool:
 
 
 def keyed(blocks: int, *key: int | str) -> Draw:
-    """A function that draws blocks by a key: those with the smallest random numbers."""
+    """Return a function that draws blocks by a key: those with the smallest random numbers."""
 
     @lru_cache(maxsize=1)
     def numbers(head: int) -> np.ndarray:

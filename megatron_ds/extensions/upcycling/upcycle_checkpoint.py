@@ -59,7 +59,7 @@ from megatron_ds.training.pretrain import KNOWN_NAMES
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of the tool itself; all others are those of the training."""
+    """Return the flags of the tool itself; all others are those of the training."""
     parser = Arguments(__doc__)
     add = parser.add_argument
     # Flags that name the two folders.
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def find_step(args: argparse.Namespace) -> int:
-    """The iteration to read: --iteration, or the latest. Raises CheckpointError."""
+    """Return the iteration to read: --iteration, or the latest. Raises CheckpointError."""
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
         raise CheckpointError(
@@ -160,7 +160,7 @@ def check_dense(run: Mapping, directory: Path) -> None:
 def config_with_experts(
     args: argparse.Namespace, flags: Sequence[str], run: Mapping, step: int
 ) -> RunConfig:
-    """The configuration of the dense run with `flags`, checked by all rules of training."""
+    """Return the configuration of the dense run with `flags`, checked by all rules of training."""
     file = find_checkpoint(args.load, step) / RUN_FILE
     width = run["identity"]["model"]["ffn_size"]
     parts = args.moe_upcycling_granularity

@@ -158,7 +158,7 @@ def equal_scores_weight(model: ModelConfig, num_experts: int) -> float:
 
 
 def is_exact(model: ModelConfig, granularity: int) -> bool:
-    """Whether the upcycled model computes what the dense one does, for any weights of the router.
+    """Return whether the upcycled model computes what the dense one does, for any weights of the router.
 
     It does if the weights of a token sum to a constant, no token is dropped, and neither noise nor the router's
     groups of experts divide a virtual group.
@@ -187,7 +187,7 @@ def _copied(spec: ParamSpec, read: Callable[[], torch.Tensor]) -> list[MadePiece
 
 
 def _drawn(seed: int, copies: int, spec: ParamSpec, _: Callable) -> list[MadePiece]:
-    """A piece drawn as `tensor_parallel.init` draws it, with each row repeated `copies` times."""
+    """Return a piece drawn as `tensor_parallel.init` draws it, with each row repeated `copies` times."""
     distinct = replace(spec, shape=(spec.shape[0] // copies, *spec.shape[1:]))
 
     def make() -> torch.Tensor:
@@ -226,7 +226,7 @@ def _piece(
     make: Callable[[], torch.Tensor],
     index: int = 0,
 ) -> MadePiece:
-    """The `index`-th piece of this shape. Without splits it is one rectangle."""
+    """Return the `index`-th piece of this shape. Without splits it is one rectangle."""
     blank = torch.empty(torch.Size(shape).numel(), device="meta")
     return MadePiece(replace(spec, splits=()), blank, make, index * blank.numel())
 

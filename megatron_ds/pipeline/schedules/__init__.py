@@ -57,7 +57,7 @@ class ScheduleFamily:
         return 1 if self.chunks is None else min(self.chunks)
 
     def supports(self, chunks: int) -> bool:
-        """Whether there is an order for that many chunks per rank."""
+        """Return whether there is an order for that many chunks per rank."""
         return chunks >= 1 if self.chunks is None else chunks in self.chunks
 
     def check(self, pipeline_size: int, num_microbatches: int, chunks: int) -> None:
@@ -117,7 +117,7 @@ def placement(name: str, pipeline_size: int, chunks: int) -> tuple[int, ...]:
 
 
 def stages_of(rank: int, placement: tuple[int, ...]) -> tuple[int, ...]:
-    """The stages on a pipeline rank, in the order of the model."""
+    """Return the stages on a pipeline rank, in the order of the model."""
     return tuple(stage for stage, home in enumerate(placement) if home == rank)
 
 

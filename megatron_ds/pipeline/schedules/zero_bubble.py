@@ -60,19 +60,19 @@ from . import schedule
 
 @schedule("zb-h1", peak=lambda p, m, v, rank: min(m, p))
 def zb_h1(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    """A schedule in which every rank keeps as many micro-batches alive as rank 0 does in 1F1B."""
+    """Return a schedule in which every rank keeps as many micro-batches alive as rank 0 does in 1F1B."""
     return _schedule(pipeline_size, num_microbatches, more=0)
 
 
 @schedule("zb-h2", peak=lambda p, m, v, rank: min(m, 2 * p - 1))
 def zb_h2(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    """A schedule with nearly twice as many micro-batches alive as ZB-H1, and no bubble if F = I = W."""
+    """Return a schedule with nearly twice as many micro-batches alive as ZB-H1, and no bubble if F = I = W."""
     more = max(0, min(pipeline_size - 1, num_microbatches - pipeline_size))
     return _schedule(pipeline_size, num_microbatches, more)
 
 
 def _schedule(p: int, m: int, more: int) -> Schedule:
-    """The programs of all ranks. more: micro-batches alive in addition to those of ZB-H1, from 0 to p - 1."""
+    """Return the programs of all ranks. more: micro-batches alive in addition to those of ZB-H1, from 0 to p - 1."""
     programs = []
     last = p - 1
     for rank in range(p):
@@ -130,7 +130,7 @@ def zb_auto(
     memory_limit: float | None = None,
     weight_share: float = 1.0,
 ) -> Schedule:
-    """The order in which the slowest rank takes the shortest time from its first to its last computation.
+    """Return the order in which the slowest rank takes the shortest time from its first to its last computation.
 
     costs           times of F, I and W of each stage, and of transfers
 
@@ -259,7 +259,7 @@ class _Search:
         return max(spans), max(self.clock)
 
     def arrival(self, op: Op, stage: int) -> float:
-        """When the next micro-batch may begin F or I at a stage, NEVER if that is not known yet.
+        """Return when the next micro-batch may begin F or I at a stage, NEVER if that is not known yet.
 
         An I waits for its forward, too.
         """
@@ -313,7 +313,7 @@ class _AutoRule:
     gap: float
 
     def __call__(self, search: _Search, rank: int, now: float) -> tuple[Choice, float]:
-        """The next computation of a rank at time `now`, or when it looks again."""
+        """Return the next computation of a rank at time `now`, or when it looks again."""
         forwards = search.done[Op.F][rank]
         inputs = search.done[Op.I][rank]
         weights = search.done[Op.W][rank]
@@ -351,7 +351,7 @@ class _AutoRule:
 
 
 def _first_gradients(p: int, costs: StageCosts) -> list[float]:
-    """When the first gradient reaches each rank if no rank delays it."""
+    """Return when the first gradient reaches each rank if no rank delays it."""
     at = lambda op: [costs.of(Instruction(op, stage, 0)) for stage in range(p)]
     input_grad = at(Op.I)
     grad_transfer = at(Op.SEND_GRAD)
@@ -368,7 +368,7 @@ def _first_gradients(p: int, costs: StageCosts) -> list[float]:
 def _v_rule(
     search: _Search, rank: int, now: float, *, gap: float
 ) -> tuple[Choice, float]:
-    """The rule of zb-v at the top; W waits if something else arrives within `gap` of its length."""
+    """Return the rule of zb-v at the top; W waits if something else arrives within `gap` of its length."""
     p = len(search.homes) // 2
     done = search.done
     early = rank

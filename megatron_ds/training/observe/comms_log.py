@@ -59,7 +59,7 @@ class Wish(Protocol):
 
 
 def make_log(wish: Wish, rank: int, device: torch.device) -> CommunicationLog | None:
-    """The log that the options ask for; None without --comms-logger. Rank 0 logs single calls, if any does."""
+    """Return the log that the options ask for; None without --comms-logger. Rank 0 logs single calls, if any does."""
     if not wish.comms_logger:
         return None
     return CommunicationLog(
@@ -88,7 +88,8 @@ def table_text(
     rank: int,
     of_groups: Mapping[LoggedMessage, Range] | None = None,
 ) -> str:
-    """The table of this rank, of calls whose times are known: after an error a device may never come to the others.
+    """Return the table of this rank, of calls whose times are known: after an error a device may never come to the
+    others.
 
     of_groups: of `seconds_of_groups`, for the columns of waits; None: without them
     """
@@ -129,7 +130,7 @@ def _lines(
 
 
 def _total(log: CommunicationLog, waits: list[tuple[float, float]]) -> str:
-    """The last line: all calls, bytes and times."""
+    """Return the last line: all calls, bytes and times."""
     num_bytes = sum(m.num_bytes * spent.calls for m, spent in log.rows.items())
     calls = sum(spent.calls for spent in log.rows.values())
     seconds = sum(spent.seconds for spent in log.rows.values())

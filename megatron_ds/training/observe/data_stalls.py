@@ -30,7 +30,7 @@ class DataStalls(Observer):
 
 
 def stall_text(share: float, workers: int, mock: bool) -> str:
-    """The warning that a fraction `share` of a step waits for data. workers: --num-workers."""
+    """Return the warning that a fraction `share` of a step waits for data. workers: --num-workers."""
     if mock:
         return (
             f"{share:.0%} of a step is waiting for mock data, which is computed on the CPU: no disk is "

@@ -93,7 +93,7 @@ class ProfiledFlops(TimedPhases):
 
 
 def layer_lines(rows: Sequence[LayerRow]) -> Iterator[str]:
-    """The table of layers, with the sum."""
+    """Yield the table of layers, with the sum."""
     width = max(20, *(len(row.name) for row in rows))
     parameters = sum(row.parameters for row in rows)
     flops = sum(row.forward for row in rows)

@@ -79,7 +79,7 @@ class KernelProfile:
         self._profile.start()
 
     def _stop(self) -> profile | None:
-        """The torch profile that ended, if there was one."""
+        """Return the torch profile that ended, if there was one."""
         self._executor.ranges = None
         finished = self._profile
         self._profile = None

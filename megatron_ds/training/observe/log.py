@@ -149,7 +149,7 @@ class Log:
             self._attempt(bar.close)
 
     def _new(self, **options: Any) -> Any:
-        """A new tqdm bar; None when the terminal fails."""
+        """Return a new tqdm bar; None when the terminal fails."""
         return self._attempt(
             lambda: _tqdm()(
                 file=self._stream, dynamic_ncols=True, leave=False, **options
@@ -199,7 +199,7 @@ def check_log(config: RunConfig) -> None:
 
 
 def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -> Log:
-    """The log of rank 0, with the sinks that the config enables.
+    """Return the log of rank 0, with the sinks that the config enables.
 
     progress  where the run starts; TensorBoard drops points of earlier processes beyond it
     run_id    the same after each resume; None: a new random id

@@ -88,13 +88,13 @@ class MemoryHistory:
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _peak_of_gpu(self) -> int:
-        """The most bytes of the step above the state and the buffers that are on the device."""
+        """Return the most bytes of the step above the state and the buffers that are on the device."""
         optimizer = self._engine.optimizer
         held = optimizer.memory_by_place().get("device", 0) + optimizer.working_bytes
         return torch.cuda.max_memory_allocated(self._engine.mesh.device) - held
 
     def _timed(self, at_work: int) -> MemoryRecord:
-        """The record, with the time that it took; on CPUs it is also written to the path."""
+        """Return the record, with the time that it took; on CPUs it is also written to the path."""
         begin = time.perf_counter()
         record = self._record(at_work)
         if not self._is_cuda:
@@ -102,7 +102,7 @@ class MemoryHistory:
         return replace(record, measuring_seconds=time.perf_counter() - begin)
 
     def _record(self, at_work: int) -> MemoryRecord:
-        """The bytes of this rank, planned and measured. at_work: measured for activations"""
+        """Return the bytes of this rank, planned and measured. at_work: measured for activations"""
         replica = self._engine
         state = replica.optimizer.memory()
         plan = plan_world(replica.config, replica.mesh.rank, replica.mesh.device.type)
@@ -142,13 +142,13 @@ class MemoryHistory:
 
 
 def snapshot_path(path: str, rank: int) -> Path:
-    """The file of a rank: that of rank 0 has the name as given, others' their rank before the suffix."""
+    """Return the file of a rank: that of rank 0 has the name as given, others' their rank before the suffix."""
     first = Path(path)
     return first.with_stem(f"{first.stem}-rank-{rank}") if rank else first
 
 
 def text_of(record: MemoryRecord) -> str:
-    """The record as JSON, for people."""
+    """Return the record as JSON, for people."""
     fields = record.fields()
     del fields["measuring_seconds"]  # which ends when the file is written
     return json.dumps(fields, indent=1) + "\n"

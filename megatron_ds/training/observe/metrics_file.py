@@ -87,7 +87,7 @@ def check_metrics_file(path: Path) -> None:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of the newest run in the file, ordered by step; of repeated steps the newest record.
+    """Return the records of the newest run in the file, ordered by step; of repeated steps the newest record.
 
     Raises DataError as `newest_run` does.
     """
@@ -96,7 +96,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def newest_run(path: Path) -> list[dict]:
-    """The records of the newest run in the file, as they were written, repeated steps included.
+    """Return the records of the newest run in the file, as they were written, repeated steps included.
 
     The newest run is that of the last record. Records without an id, from an earlier version, belong to it
     too. Lines cut off by a crash are skipped. Raises DataError for any other line that is not a record, and for a file
@@ -133,7 +133,7 @@ def _record(line: bytes) -> dict | None:
 
 
 def _is_cut(line: bytes) -> bool:
-    """Whether a line is empty, zero bytes (after a crash of the machine) or the beginning of a record."""
+    """Return whether a line is empty, zero bytes (after a crash of the machine) or the beginning of a record."""
     start = line.strip(b"\0\r\n")[: len(FIRST_KEY)]
     return FIRST_KEY.startswith(start)
 

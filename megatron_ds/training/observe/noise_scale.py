@@ -57,7 +57,7 @@ class NoiseScale:
             self._noise = KEPT * self._noise + (1 - KEPT) * one.noise
 
     def tags(self) -> dict[str, float]:
-        """The parts of the last measurement, for TensorBoard."""
+        """Return the parts of the last measurement, for TensorBoard."""
         return (
             {}
             if self.last is None
@@ -75,7 +75,7 @@ class NoiseScale:
 
 
 def first_square(replica: Replica, batch: Batch) -> float:
-    """The squared norm of the mean gradient of the first micro-batch of every data-parallel rank.
+    """Return the squared norm of the mean gradient of the first micro-batch of every data-parallel rank.
 
     batch: this rank's share of the next global batch. Weights, optimizer state and routers stay as they are;
     the gradients are discarded when the step begins. The host waits for the device. Collective over the

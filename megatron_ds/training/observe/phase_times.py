@@ -114,7 +114,7 @@ def of_ranks(
 
 
 def times_text(times: Mapping[str, Mapping[int, float]], option: str) -> str:
-    """The times of `PhaseTimes.read` in milliseconds, in Megatron's format. option: --timing-log-option."""
+    """Return the times of `PhaseTimes.read` in milliseconds, in Megatron's format. option: --timing-log-option."""
     if option == "all":
         lines = ["times across ranks (ms):"]
         for name, values in times.items():

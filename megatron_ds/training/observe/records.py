@@ -115,7 +115,7 @@ class TrainRecord:
         return " | ".join(fields) + " |"
 
     def short(self) -> str:
-        """The most important fields; numbers of skipped and NaN steps only if they are not 0."""
+        """Return the most important fields; numbers of skipped and NaN steps only if they are not 0."""
         return " | ".join(
             (
                 f"step {self.step}/{self.steps}",
@@ -225,7 +225,7 @@ class SpikeRecord:
     kind = "spike"
 
     def line(self) -> str:
-        """The step, its norm, and the positions of its samples."""
+        """Return the step, its norm, and the positions of its samples."""
         return (
             f"iteration {self.step} is a spike: grad norm {self.grad_norm:.4g} is beyond {self.norm_bound:.4g} "
             f"(loss {self.loss:.4g}); its update is dropped (--skip-spikes). Samples {self.first_sample} to "
@@ -233,7 +233,7 @@ class SpikeRecord:
         )
 
     def short(self) -> str:
-        """The same: a spike is rare."""
+        """Return the same: a spike is rare."""
         return self.line()
 
     def fields(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class RerunRecord:
     kind = "rerun"
 
     def line(self) -> str:
-        """What was found, and what follows from it."""
+        """Return what was found, and what follows from it."""
         return (
             f"iteration {self.step} was computed again ({self.why}): {self.verdict}. loss {self.loss!r} and "
             f"{self.loss_again!r}, grad norm {self.grad_norm!r} and {self.grad_norm_again!r}. "
@@ -280,7 +280,7 @@ class RerunRecord:
         return f"on rank{plural} {', '.join(self.ranks)}, whose own gradients differ"
 
     def short(self) -> str:
-        """The same: such a step is rare."""
+        """Return the same: such a step is rare."""
         return self.line()
 
     def fields(self) -> dict[str, Any]:
@@ -300,7 +300,7 @@ Record = TrainRecord | EvalRecord | TaskRecord | SpikeRecord | RerunRecord
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics for a line of text: of those of single layers, the largest over all layers.
+    """Return the metrics for a line of text: of those of single layers, the largest over all layers.
 
     "decoder.layers.0 max load", "decoder.layers.1 max load", … become "largest max load". A metric in `LEAST`
     becomes "smallest …". The order is that of the first layer.
@@ -323,7 +323,7 @@ def _known(form: str, value: float | None) -> list[str]:
 
 
 def _extreme(values: Sequence[float], sign: int) -> float:
-    """The largest, with sign -1 the smallest; NaN if any is."""
+    """Return the largest, with sign -1 the smallest; NaN if any is."""
     return max(values, key=lambda x: math.inf if math.isnan(x) else sign * x)
 
 
@@ -336,7 +336,7 @@ def rate(tokens_per_second: float) -> str:
 
 
 def _flat(record: Record) -> dict[str, Any]:
-    """The fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
+    """Return the fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
     fields = asdict(record)
     for name in ("tags", "kept_title"):
         fields.pop(name, None)

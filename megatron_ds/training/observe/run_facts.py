@@ -75,7 +75,7 @@ Fact = ProcessRecord | SaveRecord | MemoryRecord
 def process_record(
     config: RunConfig, mesh: Mesh, step: int, started: float
 ) -> ProcessRecord:
-    """The record of this process. started: time.monotonic() at its start."""
+    """Return the record of this process. started: time.monotonic() at its start."""
     return ProcessRecord(
         step,
         round(time.time() - (time.monotonic() - started), 6),

@@ -128,7 +128,7 @@ def _nothing() -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """The system's text for the error, such as "No space left on device"."""
+    """Return the system's text for the error, such as "No space left on device"."""
     return error.strerror or str(error)
 
 

@@ -31,7 +31,7 @@ TAG_ORDER = (
 
 
 def params_norm(optimizer: ZeroOptimizer, mesh: Mesh) -> float:
-    """The L2 norm of all weights, of the fp32 masters where there are any. Collective over the world.
+    """Return the L2 norm of all weights, of the fp32 masters where there are any. Collective over the world.
 
     The host waits for the device.
     """
@@ -84,7 +84,7 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
 
 
 def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterator[StatePiece]:
-    """The pieces that no other rank counts."""
+    """Yield the pieces that no other rank counts."""
     tp_rank = mesh.coordinate("tp")
     for piece in pieces:
         if piece.replica == 0 and is_counted(piece.spec, tp_rank):

@@ -40,7 +40,7 @@ class Straggler:
 
 
 def slow_ranks(seconds: Sequence[float], stages: Sequence[int]) -> list[Straggler]:
-    """The ranks that take more than SLOW times the median of their stage, the slowest first.
+    """Return the ranks that take more than SLOW times the median of their stage, the slowest first.
 
     seconds: of each rank, 0 where it is not known; stages: the pipeline rank of each
     """
@@ -61,7 +61,7 @@ def slow_ranks(seconds: Sequence[float], stages: Sequence[int]) -> list[Straggle
 def stragglers_text(
     step: int, seconds: Sequence[float], slow: Sequence[Straggler], hosts: Sequence[str]
 ) -> str:
-    """The line of a report."""
+    """Return the line of a report."""
     known = [one for one in seconds if one]
     median = statistics.median_low(known) if known else 0.0
     named = [
@@ -86,7 +86,7 @@ class Stragglers:
         self._timeline = Timeline(mesh.device) if interval and is_cuda else None
 
     def take(self) -> float | None:
-        """The seconds that were measured in the last step, for the reduction of this one; None without any."""
+        """Return the seconds that were measured in the last step, for the reduction of this one; None without any."""
         seconds = self._seconds
         self._seconds = None
         return seconds

@@ -32,7 +32,7 @@ class TaskRecord:
         return f" tasks at iteration {self.step} | {metrics}evaluation time (s): {seconds:.2f} | "
 
     def short(self) -> str:
-        """The same: an evaluation is rare."""
+        """Return the same: an evaluation is rare."""
         return self.line()
 
     def fields(self) -> dict[str, Any]:

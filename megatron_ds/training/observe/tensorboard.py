@@ -142,7 +142,7 @@ class EventFile:
 
 
 def _framed(event) -> bytes:
-    """The event with its length and checksums, as in an event file."""
+    """Return the event with its length and checksums, as in an event file."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     buffer = io.BytesIO()

@@ -48,7 +48,7 @@ class MeasuredSteps(Observer):
 def tuned_numbers(
     steps: Sequence[tuple[float, float]], samples: int, ranks: int
 ) -> dict[str, float]:
-    """The numbers by DeepSpeed's names, in ms, samples per second and FLOP/s of a rank.
+    """Return the numbers by DeepSpeed's names, in ms, samples per second and FLOP/s of a rank.
 
     steps: (seconds, FLOPs of all ranks) of each; at least one. samples: of a step
     """

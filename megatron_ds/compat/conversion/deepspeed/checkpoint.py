@@ -96,7 +96,7 @@ class RankState:
 def read_engine_folder(
     folder: Path, weights_only: bool = False, thirds: bool | None = None
 ) -> RawCheckpoint:
-    """The checkpoint in a folder global_stepN. Raises CheckpointError.
+    """Return the checkpoint in a folder global_stepN. Raises CheckpointError.
 
     weights_only  files of optimizer shards may be missing, except at stage 3
     thirds        packing of query_key_value, see `RankPacking`; needed if tensor-parallel ranks are merged
@@ -259,7 +259,7 @@ def _state_of_rank(
 
 
 def _no_optimizer_files(files: EngineFiles, stage3: bool) -> str:
-    """The error of a folder without optim_states files."""
+    """Return the error of a folder without optim_states files."""
     advice = "Copy them, or load the weights alone."
     if stage3:
         advice = "At ZeRO stage 3 they hold the weights: copy them."
@@ -422,7 +422,7 @@ def _merged(ranks: Sequence[Named], packing: RankPacking) -> Named:
 
 
 def _plain(value: Any) -> Any:
-    """The value without objects of classes and tensors, except tensors with one element."""
+    """Return the value without objects of classes and tensors, except tensors with one element."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, StoredTensor):
@@ -444,6 +444,6 @@ def _plain(value: Any) -> Any:
 
 
 def without_state(raw: RawCheckpoint) -> RawCheckpoint:
-    """The weights and buffers alone."""
+    """Return the weights and buffers alone."""
     kept = {kind: raw.tensors[kind] for kind in (WEIGHT, BUFFER) if kind in raw.tensors}
     return replace(raw, tensors=kept, progress=replace(raw.progress, num_updates=None))

@@ -43,7 +43,7 @@ class StoredExperts:
     layers: Mapping[str, int]
 
     def global_name(self, name: str, rank: int, parts: int, place: object) -> str:
-        """The name among all experts of what `name` is on expert-parallel rank `rank` of `parts`.
+        """Return the name among all experts of what `name` is on expert-parallel rank `rank` of `parts`.
 
         Raises CheckpointError for names that are not an expert's.
         """
@@ -95,7 +95,7 @@ class StoredExperts:
 
 
 def experts_of(files: EngineFiles, content: Mapping[str, Any]) -> StoredExperts | None:
-    """The experts of a checkpoint; None without any. Raises CheckpointError.
+    """Return the experts of a checkpoint; None without any. Raises CheckpointError.
 
     content: of the first model file
     """
@@ -229,7 +229,7 @@ def _layer(paths: Sequence[Path]) -> tuple[str, dict[str, StoredTensor]]:
 def groups_of_experts(
     param_groups: Iterable[Mapping], parts: int, place: object
 ) -> list[bool]:
-    """Whether each group of parameters is one of experts; all False where the program did not divide them.
+    """Return whether each group of parameters is one of experts; all False where the program did not divide them.
 
     Raises CheckpointError unless experts are divided over `parts` ranks.
     """
@@ -256,6 +256,6 @@ def _joined(layer: str, expert: int, leaf: str) -> str:
 
 
 def _any_number(name: str) -> str:
-    """The name with the number of the expert left out."""
+    """Return the name with the number of the expert left out."""
     match = _NAME.fullmatch(name)
     return f"{match[1]} {match[3]}" if match else name

@@ -70,14 +70,14 @@ class EngineFiles:
 
 
 def is_engine_folder(path: Path) -> bool:
-    """Whether names of files in the folder are those of a checkpoint of an engine."""
+    """Return whether names of files in the folder are those of a checkpoint of an engine."""
     return path.is_dir() and any(_MODEL.fullmatch(name) for name in os.listdir(path))
 
 
 def tag_folder(
     folder: Path, iteration: int | None = None, pointer: str = LATEST
 ) -> Path | None:
-    """The folder of one checkpoint: `folder` itself, that of an iteration, or the one that `latest` names.
+    """Return the folder of one checkpoint: `folder` itself, that of an iteration, or the one that `latest` names.
 
     None where `folder` has none. Raises CheckpointError if `latest` names no folder beside it.
     """
@@ -104,7 +104,7 @@ def tag_folder(
 
 
 def files_of(folder: Path) -> EngineFiles:
-    """The files in a folder of one checkpoint. Raises CheckpointError if files of a rank are missing."""
+    """Return the files in a folder of one checkpoint. Raises CheckpointError if files of a rank are missing."""
     models = {}
     optimizers = {}
     layers = {}
@@ -223,7 +223,7 @@ def entry(
 
 
 def buffer_names(content: Mapping[str, Any], place: object) -> set[str]:
-    """The names of buffers in a model file. Raises CheckpointError where they are not text."""
+    """Return the names of buffers in a model file. Raises CheckpointError where they are not text."""
     found = entry(content, "buffer_names", list, place, [])
     for name in found:
         if not isinstance(name, str):
@@ -247,7 +247,7 @@ def count(content: Mapping[str, Any], name: str, place: object) -> int | None:
 
 
 def scalar(tensor: StoredTensor) -> float:
-    """The value of a tensor with one element. Raises CheckpointError for others."""
+    """Return the value of a tensor with one element. Raises CheckpointError for others."""
     if tensor.shape not in ((), (1,)):
         raise CheckpointError(
             f"{tensor.place} has shape {list(tensor.shape)}, where one number is expected."

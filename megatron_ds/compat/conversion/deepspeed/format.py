@@ -71,7 +71,7 @@ NUMBERS = {"eps": "adam_eps", "weight_decay": "weight_decay"}
 
 # ------------------------------------------------------------------ reading
 def detect_engine(folder: Path) -> bool:
-    """Whether the folder, or the one that `latest` names, has the files of an engine."""
+    """Return whether the folder, or the one that `latest` names, has the files of an engine."""
     return (
         is_engine_folder(folder)
         and not (folder / ZERO).is_dir()
@@ -81,7 +81,7 @@ def detect_engine(folder: Path) -> bool:
 
 
 def detect_universal(folder: Path) -> bool:
-    """Whether the folder, or the one that `latest_universal` names, has a folder for each parameter."""
+    """Return whether the folder, or the one that `latest_universal` names, has a folder for each parameter."""
     return (
         (folder / ZERO).is_dir()
         and is_engine_folder(folder)
@@ -90,7 +90,7 @@ def detect_universal(folder: Path) -> bool:
 
 
 def read_raw(folder: Path, wishes: Wishes, universal: bool = False) -> RawCheckpoint:
-    """The checkpoint under the names of its module. Raises CheckpointError."""
+    """Return the checkpoint under the names of its module. Raises CheckpointError."""
     path = (
         universal_folder(folder, wishes.iteration)
         if universal
@@ -114,7 +114,7 @@ def read_raw(folder: Path, wishes: Wishes, universal: bool = False) -> RawCheckp
 
 @refuses_malformed
 def read(folder: Path, wishes: Wishes, universal: bool = False) -> LogicalCheckpoint:
-    """The checkpoint in our terms. Raises CheckpointError."""
+    """Return the checkpoint in our terms. Raises CheckpointError."""
     return in_our_terms(read_raw(folder, wishes, universal), folder, wishes)
 
 
@@ -312,7 +312,7 @@ def _optimizer(tensors: Tensors, raw: RawCheckpoint) -> str | None:
 
 
 def _group(raw: RawCheckpoint) -> Mapping[str, Any]:
-    """The first group of parameters of the optimizer; {} without one."""
+    """Return the first group of parameters of the optimizer; {} without one."""
     groups = raw.settings.get("param_groups")
     return (
         groups[0]
@@ -456,7 +456,7 @@ def _family_to_write(
 
 
 def _about(name: str, model: ModelConfig) -> dict[str, Any]:
-    """How DeepSpeed divides a tensor of Megatron-DeepSpeed over tensor-parallel ranks."""
+    """Return how DeepSpeed divides a tensor of Megatron-DeepSpeed over tensor-parallel ranks."""
     if not name.startswith(mds_family.ROOT):
         return {}
     if name.endswith((".dense.weight", ".dense_4h_to_h.weight")):

@@ -215,7 +215,7 @@ def _parts_of_parameters(opened: RankFiles, shapes: Sequence[Mapping]) -> Named:
 def checked_masters(
     masters: Mapping[str, StoredTensor], experts: StoredExperts
 ) -> dict[str, StoredTensor]:
-    """The masters of experts; reading one compares it with the weight in the expert's file, since a file of
+    """Return the masters of experts; reading one compares it with the weight in the expert's file, since a file of
     another rank has state of the same names and shapes."""
     why = "The optimizer state is of another save or expert-parallel rank. Load the weights alone."
     return {

@@ -73,7 +73,9 @@ def stage0_state(
 def _state_and_groups(
     inner: Mapping[str, Any], place: object
 ) -> tuple[Mapping, list[Mapping]]:
-    """The states by number and the groups. Raises CheckpointError unless they are those of a torch optimizer."""
+    """Return the states by number and the groups. Raises CheckpointError unless they are those of a torch
+    optimizer.
+    """
     state = inner.get("state") or {}
     groups = inner.get("param_groups")
     if (
@@ -96,7 +98,7 @@ def _with_masters(
     group: int,
     place: object,
 ) -> list[dict[str, StoredTensor]]:
-    """The states of a group, each with its fp32 weight. Raises CheckpointError if their numbers differ."""
+    """Return the states of a group, each with its fp32 weight. Raises CheckpointError if their numbers differ."""
     if (
         not isinstance(masters, list)
         or group >= len(masters)

@@ -60,7 +60,7 @@ DEEPSPEED = "0.19.8"  # whose format is written
 
 
 def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
-    """The folder that contains `zero`: `folder` itself, or the one that `latest_universal` names."""
+    """Return the folder that contains `zero`: `folder` itself, or the one that `latest_universal` names."""
     if iteration is None and (folder / ZERO).is_dir():
         return folder
     if iteration is not None:
@@ -73,7 +73,7 @@ def universal_folder(folder: Path, iteration: int | None = None) -> Path | None:
 # ------------------------------------------------------------------ reading
 @refuses_malformed
 def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
-    """The checkpoint in a folder that contains `zero`. Raises CheckpointError."""
+    """Return the checkpoint in a folder that contains `zero`. Raises CheckpointError."""
     # The model files describe the parameters; their tensors are in a folder each.
     names = filter(_MODEL_FILE.fullmatch, sorted(os.listdir(folder)))
     models = {name: open_file(folder / name) for name in names}
@@ -136,7 +136,7 @@ def read_universal(folder: Path, weights_only: bool = False) -> RawCheckpoint:
 def _buffers_in_models(
     contents: Sequence[Mapping[str, Any]], buffers: Collection[str], place: Path
 ) -> dict[str, StoredTensor]:
-    """The buffers of these names in the model files."""
+    """Return the buffers of these names in the model files."""
     found: dict[str, StoredTensor] = {}
     for content in contents:
         module = entry(content, "module", Mapping, place, {})

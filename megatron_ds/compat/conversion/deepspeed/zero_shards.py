@@ -41,7 +41,7 @@ class VectorSlice:
     numel: int
 
     def read(self) -> torch.Tensor:
-        """The elements, flat."""
+        """Return the elements, flat."""
         stop = self.start + self.numel
         flat = self.vector.read().reshape(-1)
         return flat[self.start : stop]
@@ -87,7 +87,7 @@ class Shard:
 def joined(
     name: str, shape: tuple[int, ...], slices: Sequence[VectorSlice], place: object
 ) -> StoredTensor:
-    """The tensor whose flattened elements the slices hold. Raises CheckpointError if their number differs."""
+    """Return the tensor whose flattened elements the slices hold. Raises CheckpointError if their number differs."""
     # The slices must be as many elements as the tensor, of one dtype.
     held = sum(one.numel for one in slices)
     wanted = math.prod(shape)
@@ -174,7 +174,7 @@ def merged_slices(
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    """Whether a value of a file is a number of elements."""
+    """Return whether a value of a file is a number of elements."""
     return type(value) is int and value >= 0
 
 
@@ -232,7 +232,7 @@ def merged_parts(
 
 
 def _kinds_of(shards: Sequence[Shard]) -> list[str]:
-    """The kinds of vectors, which all ranks must hold."""
+    """Return the kinds of vectors, which all ranks must hold."""
     first = shards[0]
     for shard in shards:
         if shard.vectors.keys() != first.vectors.keys():

@@ -317,7 +317,7 @@ def unpickled(
 
 
 def _parts_of(value: Any) -> Iterable | None:
-    """The elements of a container, and what a stand-in keeps."""
+    """Return the elements of a container, and what a stand-in keeps."""
     if isinstance(value, ForeignObject):
         return value.args, value.state
     if isinstance(value, dict):
@@ -406,7 +406,7 @@ def _layout(name: str) -> str:
 
 
 def _tables_called(keys: Keys) -> dict[tuple[str, str], Callable]:
-    """The functions that make dicts and sets. The factory of a defaultdict is not needed."""
+    """Return the functions that make dicts and sets. The factory of a defaultdict is not needed."""
     return {
         ("collections", "OrderedDict"): keys.table,
         ("collections", "defaultdict"): lambda *_: keys.table(),

@@ -57,7 +57,7 @@ class ReadAhead:
         self._memory.__exit__(kind, error, trace)
 
     def take(self, index: int) -> torch.Tensor:
-        """The tensor at `index`. Raises CheckpointError as its reader and `in_dtype` do."""
+        """Return the tensor at `index`. Raises CheckpointError as its reader and `in_dtype` do."""
         self._submit()
         tensor = self._waiting.pop(index).result()
         self._bytes -= self._cost(index)

@@ -125,7 +125,7 @@ def _bytes_of(tensor: StoredTensor) -> torch.Tensor:
 
 
 def _is_file_name(text: object) -> bool:
-    """Whether it names a file without a folder."""
+    """Return whether it names a file without a folder."""
     return isinstance(text, str) and Path(text).name == text
 
 
@@ -152,7 +152,7 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _advice(path: Path) -> str:
-    """What to do about a file that cannot be read."""
+    """Return what to do about a file that cannot be read."""
     start = b""
     with suppress(OSError):
         with open(path, "rb") as file:
@@ -184,7 +184,7 @@ def _not_placed() -> torch.Tensor:
 
 
 def _read(path: Path, name: str, offset: int, stored: StoredTensor) -> torch.Tensor:
-    """The tensor at this byte of the file. Raises CheckpointError if the file has become shorter."""
+    """Return the tensor at this byte of the file. Raises CheckpointError if the file has become shorter."""
     try:
         flat = read_range(path, offset, stored.nbytes)
         if len(flat) < stored.nbytes:
@@ -199,7 +199,7 @@ def _read(path: Path, name: str, offset: int, stored: StoredTensor) -> torch.Ten
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError."""
+    """Return the object in a JSON file. Raises CheckpointError."""
     try:
         content = json.loads(read_regular(path))
     except FileNotFoundError as error:

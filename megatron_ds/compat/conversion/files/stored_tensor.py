@@ -61,7 +61,7 @@ def compared_with(weight: StoredTensor, master: StoredTensor, why: str) -> Store
 
 
 def in_dtype(values: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
-    """The values in a dtype. Raises CheckpointError where float16 has no number for a finite one.
+    """Return the values in a dtype. Raises CheckpointError where float16 has no number for a finite one.
 
     place: of the tensor, for messages
     """

@@ -37,7 +37,7 @@ def changed(
 
 
 def first_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
-    """The first `rows` along dimension 0."""
+    """Return the first `rows` along dimension 0."""
     if tensor.shape[0] == rows:
         return tensor
     shape = (rows, *tensor.shape[1:])
@@ -53,7 +53,7 @@ def interval(tensor: StoredTensor, start: int, shape: Sequence[int]) -> StoredTe
 def assembled(
     shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[StoredBox], place: str
 ) -> StoredTensor:
-    """The tensor that the boxes form. Raises CheckpointError unless they hold each element once."""
+    """Return the tensor that the boxes form. Raises CheckpointError unless they hold each element once."""
     # The boxes must be inside the tensor and cover each element once.
     shape = tuple(shape)
     chunks = [
@@ -87,7 +87,7 @@ def assembled(
 def _is_inside(
     offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
 ) -> bool:
-    """Whether a rectangle lies in a tensor of this shape."""
+    """Return whether a rectangle lies in a tensor of this shape."""
     if len(sizes) != len(shape):
         return False
     for at, n, total in zip(offsets, sizes, shape):
@@ -98,7 +98,7 @@ def _is_inside(
 
 
 def joined(parts: Sequence[StoredTensor], dim: int, place: str) -> StoredTensor:
-    """The parts one after the other along `dim`. place: of the result, for messages.
+    """Return the parts one after the other along `dim`. place: of the result, for messages.
 
     Raises CheckpointError if other dimensions differ.
     """
@@ -117,7 +117,7 @@ def joined(parts: Sequence[StoredTensor], dim: int, place: str) -> StoredTensor:
 
 
 def stacked(parts: Sequence[StoredTensor], place: str) -> StoredTensor:
-    """The parts along a new first dimension."""
+    """Return the parts along a new first dimension."""
     slices = []
     for part in parts:
         shape = (1, *part.shape)
@@ -128,7 +128,7 @@ def stacked(parts: Sequence[StoredTensor], place: str) -> StoredTensor:
 def merged_over_ranks(
     parts: Sequence[StoredTensor], dim: int | None, blocks: int, place: str
 ) -> StoredTensor:
-    """The logical tensor of tensor-parallel ranks' parts.
+    """Return the logical tensor of tensor-parallel ranks' parts.
 
     dim     that is split; None: the ranks hold copies, which are compared when they are read
     blocks  pieces packed along `dim`, each split by itself: 2 for [gate; up]
@@ -165,7 +165,7 @@ def _block(part: StoredTensor, dim: int, block: int, blocks: int) -> StoredTenso
 
 
 def _compared(parts: Sequence[StoredTensor], place: str) -> StoredTensor:
-    """The first of equal copies. Raises CheckpointError, now or when it is read, if they differ."""
+    """Return the first of equal copies. Raises CheckpointError, now or when it is read, if they differ."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -43,11 +43,11 @@ class Sharded:
     boxes: tuple[StoredBox, ...]
 
     def whole(self) -> StoredTensor:
-        """The tensor. Raises CheckpointError unless its chunks cover it once."""
+        """Return the tensor. Raises CheckpointError unless its chunks cover it once."""
         return assembled(self.shape, self.dtype, self.boxes, self.key)
 
     def rows(self) -> list[StoredTensor]:
-        """The tensors along the first dimension, of which only the chunks that they need are read."""
+        """Return the tensors along the first dimension, of which only the chunks that they need are read."""
         self.whole()
         found: list[list[StoredBox]] = [[] for _ in range(self.shape[0])]
         for box in self.boxes:
@@ -75,7 +75,7 @@ class TorchDistFolder:
     ignored: tuple[str, ...]
 
     def object(self, key: str) -> Any:
-        """The content of a stored object. Raises CheckpointError."""
+        """Return the content of a stored object. Raises CheckpointError."""
         name, start, length = self.objects[key]
         content = read_torch_file(self.path / name, start, length).content
         return (
@@ -84,12 +84,12 @@ class TorchDistFolder:
 
 
 def is_torch_dist(path: Path) -> bool:
-    """Whether the folder of one iteration has the files of this format."""
+    """Return whether the folder of one iteration has the files of this format."""
     return (path / INDEX_FILE).is_file() and (path / METADATA_FILE).is_file()
 
 
 def read_torch_dist(path: Path) -> TorchDistFolder:
-    """The verified index of the folder. Raises CheckpointError naming the file and the problem."""
+    """Return the verified index of the folder. Raises CheckpointError naming the file and the problem."""
     # The index gives the file and the bytes of each tensor and object.
     _check_backend(path)
     index = _index_of(path)

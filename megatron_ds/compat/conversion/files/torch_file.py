@@ -43,7 +43,7 @@ class ForeignFile:
 def read_torch_file(
     path: str | os.PathLike, start: int = 0, length: int | None = None
 ) -> ForeignFile:
-    """The content of the file, or of the archive in bytes [start, start + length).
+    """Return the content of the file, or of the archive in bytes [start, start + length).
 
     Raises CheckpointError naming the file when it is missing, damaged, or names code.
     """

@@ -65,7 +65,7 @@ QUANTIZED = "quantization_config"
 
 # ------------------------------------------------------------------ reading
 def detect(folder: Path) -> bool:
-    """Whether the folder has a config.json and tensors beside it, or an adapter, which `read` refuses."""
+    """Return whether the folder has a config.json and tensors beside it, or an adapter, which `read` refuses."""
     has_tensors = any((folder / name).is_file() for name in (SINGLE, INDEX)) or any(
         folder.glob("pytorch_model*.bin")
     )
@@ -73,7 +73,7 @@ def detect(folder: Path) -> bool:
 
 
 def expects(folder: Path) -> bool:
-    """Whether a config.json names a model, whose weights are not there."""
+    """Return whether a config.json names a model, whose weights are not there."""
     if not (folder / CONFIG).is_file():
         return False
     try:
@@ -105,7 +105,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def family_of(settings: Mapping[str, Any], folder: Path) -> Family:
-    """The family of a config.json. Raises CheckpointError with the reason for those that are not computed."""
+    """Return the family of a config.json. Raises CheckpointError with the reason for those that are not computed."""
     name = settings.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
@@ -118,7 +118,7 @@ def family_of(settings: Mapping[str, Any], folder: Path) -> Family:
 
 
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
-    """The checkpoint in our terms. Raises CheckpointError."""
+    """Return the checkpoint in our terms. Raises CheckpointError."""
     # The settings decide the family, and whether its weights can be trained.
     raw = read_raw(folder)
     family = family_of(raw.settings, folder)
@@ -218,7 +218,7 @@ def check_tied(
 def family_for(
     checkpoint: LogicalCheckpoint, model: ModelConfig, wishes: Wishes
 ) -> Family:
-    """The family to write: --family, else the source's, else the first that expresses the model.
+    """Return the family to write: --family, else the source's, else the first that expresses the model.
 
     Raises CheckpointError naming the options that the nearest family lacks.
     """

@@ -179,7 +179,7 @@ def _without_theta(rope: object) -> object:
 
 
 def _aux_loss(known: set[str], settings: Settings) -> str:
-    """The loss that balances experts: whether transformers has it, and how ours differs."""
+    """Return the loss that balances experts: whether transformers has it, and how ours differs."""
     is_on = bool(settings.get("output_router_logits"))
     given = settings.get("router_aux_loss_coef", AUX_LOSS if is_on else 0.0)
     if "router_aux_loss_coef" not in known or not given:

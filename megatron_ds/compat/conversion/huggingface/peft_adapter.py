@@ -103,7 +103,7 @@ class AdaptedLayer:
 
 
 def adapted_layers(family: Family, model: ModelConfig) -> Iterator[AdaptedLayer]:
-    """The layers of a model that may have adapters, but those of experts."""
+    """Yield the layers of a model that may have adapters, but those of experts."""
     for entry in entries_of(family, model):
         layer, _, leaf = entry.ours.rpartition(".")
         is_linear = leaf == "weight" and layer.rpartition(".")[2] in LAYERS
@@ -248,7 +248,7 @@ def check_config(config: Mapping[str, Any], place: object) -> None:
 
 
 def targets_of(tensors: Iterable[str]) -> list[str]:
-    """The words of --lora-target-modules for the layers that have these tensors, by our names."""
+    """Return the words of --lora-target-modules for the layers that have these tensors, by our names."""
     words = []
     for name in tensors:
         layer, part, _ = parts_of_name(name, name)

@@ -50,12 +50,12 @@ NAME = "peft"
 
 
 def detect(folder: Path) -> bool:
-    """Whether the folder has the settings of an adapter."""
+    """Return whether the folder has the settings of an adapter."""
     return (folder / CONFIG).is_file()
 
 
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
-    """The model with the adapter. Raises CheckpointError, also where the model is not on this machine."""
+    """Return the model with the adapter. Raises CheckpointError, also where the model is not on this machine."""
     config = read_json(folder / CONFIG)
     check_config(config, folder / CONFIG)
     _check_numbers(config, folder / CONFIG)

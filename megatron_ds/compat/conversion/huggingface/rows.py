@@ -219,7 +219,7 @@ MPT_ROWS = (
 
 
 def _has_two_norms(model: ModelConfig) -> bool:
-    """Whether attention and feed-forward run at once, each with its own norm."""
+    """Return whether attention and feed-forward run at once, each with its own norm."""
     return model.use_parallel_residual and not model.shared_block_norm
 
 

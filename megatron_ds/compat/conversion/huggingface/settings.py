@@ -178,7 +178,7 @@ def notes(table: tuple, settings: Settings) -> list[str]:
 
 
 def with_defaults(settings: Settings) -> Settings:
-    """The settings under their own names, with the values of ABSENT for those that are absent."""
+    """Return the settings under their own names, with the values of ABSENT for those that are absent."""
     model_type = settings.get("model_type")
     names = ALIASES.get(str(model_type), {})
     defaults = ABSENT.get(str(model_type), {})

@@ -92,7 +92,7 @@ class BufferLayout:
     is_chained: bool
 
     def place(self, optimizer: int, rank: int, chunk: int) -> BufferKey:
-        """The place of a buffer by its numbers in the key."""
+        """Return the place of a buffer by its numbers in the key."""
         tp, ep = (self.experts_tp, self.ep) if optimizer else (self.tp, 1)
         return BufferKey(optimizer, rank % tp, rank // tp % ep, rank // tp // ep, chunk)
 

@@ -84,12 +84,12 @@ def bucket_sizes(args: Mapping[str, Any], numel: int) -> list[int | None]:
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a parameter of ours belongs to experts that expert-parallel ranks divide."""
+    """Return whether a parameter of ours belongs to experts that expert-parallel ranks divide."""
     return ".mlp.experts." in name
 
 
 def is_shared(name: str, args: Mapping[str, Any]) -> bool:
-    """Whether a parameter is a tied embedding that two pipeline stages hold."""
+    """Return whether a parameter is a tied embedding that two pipeline stages hold."""
     tied = not args.get("untie_embeddings_and_output_weights")
     return (
         tied

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def iteration_folders(folder: Path) -> list[Path]:
-    """The folders of iterations below a folder, or the folder itself if it is one."""
+    """Return the folders of iterations below a folder, or the folder itself if it is one."""
     if not folder.is_dir():
         return []
     found = sorted(
@@ -28,7 +28,7 @@ def iteration_folders(folder: Path) -> list[Path]:
 
 
 def find_iteration(folder: Path, wanted: int | None) -> Path:
-    """The folder of an iteration; of the one in the tracker if `wanted` is None.
+    """Return the folder of an iteration; of the one in the tracker if `wanted` is None.
 
     Raises CheckpointError if there is none.
     """

@@ -64,12 +64,12 @@ def from_indices(
 
 
 def groups_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups of an optimizer's state, in any of Megatron-LM's nestings."""
+    """Return the parameter groups of an optimizer's state, in any of Megatron-LM's nestings."""
     return [fields_of(group) for group in _inner(state).get("param_groups") or ()]
 
 
 def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of torch's optimizer, which mixed precision wraps under one of two keys."""
+    """Return the state of torch's optimizer, which mixed precision wraps under one of two keys."""
     return (
         fields_of(state.get("optimizer"))
         or fields_of(state.get("optimizer_state_dict"))

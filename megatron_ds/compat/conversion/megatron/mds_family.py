@@ -161,7 +161,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def family(packing: str, name: str = NAME) -> Family:
-    """The family with query_key_value packed as "heads" or "thirds"; its tensors under the module's names."""
+    """Return the family with query_key_value packed as "heads" or "thirds"; its tensors under the module's names."""
     rows = tuple(
         replace(row, packing=PACKINGS[packing])
         if "query_key_value" in row.theirs
@@ -198,17 +198,17 @@ def pipeline_name(name: str, model: ModelConfig) -> str:
 
 
 def has_module_names(names: Mapping[str, Any]) -> bool:
-    """Whether names of Megatron-DeepSpeed are those of the module, not of a pipeline."""
+    """Return whether names of Megatron-DeepSpeed are those of the module, not of a pipeline."""
     return any(ROOT in name for name in names)
 
 
 def is_of_megatron(names: Mapping[str, Any]) -> bool:
-    """Whether tensors have the names of Megatron-DeepSpeed."""
+    """Return whether tensors have the names of Megatron-DeepSpeed."""
     return any(name.endswith(QKV) for name in names)
 
 
 def with_module_names(raw: RawCheckpoint) -> RawCheckpoint:
-    """The checkpoint under the names of the module. Raises CheckpointError for layers that are not known."""
+    """Return the checkpoint under the names of the module. Raises CheckpointError for layers that are not known."""
     weights = raw.tensors["weight"]
     if has_module_names(weights):
         rename = lambda name: re.sub(

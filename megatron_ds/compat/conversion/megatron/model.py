@@ -41,7 +41,7 @@ WRONG_MASTER = (
 def logical(
     raw: RawCheckpoint, bert: bool, wishes: Wishes, format_name: str
 ) -> LogicalCheckpoint:
-    """The checkpoint with the options of its model. raw: under our names, with padded vocabulary.
+    """Return the checkpoint with the options of its model. raw: under our names, with padded vocabulary.
 
     Raises CheckpointError listing tensors that are missing, not used, or of another shape.
     """
@@ -238,7 +238,7 @@ def with_choices(
 
 
 def iteration_in(content: Mapping[str, Any], place: object) -> int:
-    """The iteration that a file records; 0 without one. Raises CheckpointError for anything but a count."""
+    """Return the iteration that a file records; 0 without one. Raises CheckpointError for anything but a count."""
     value = content.get("iteration") or 0
     if type(value) is not int or not 0 <= value < 2**48:
         raise CheckpointError(
@@ -253,7 +253,7 @@ def progress_of(
     updates: int | None,
     scaler: Mapping[str, Any],
 ) -> StoredProgress:
-    """How far the training is. updates: steps of Adam; scaler: state of Megatron's loss scaler."""
+    """Return how far the training is. updates: steps of Adam; scaler: state of Megatron's loss scaler."""
     samples = args.get("consumed_train_samples")
     if samples is None and args.get("global_batch_size"):
         samples = iteration * args["global_batch_size"]

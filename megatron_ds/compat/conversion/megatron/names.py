@@ -73,7 +73,7 @@ class TensorPart:
 
 
 def part_of(name: str, is_bert: bool) -> TensorPart:
-    """The place of their tensor. A name that no rule matches stays as it is."""
+    """Return the place of their tensor. A name that no rule matches stays as it is."""
     for pattern, new in _RULES:
         name = pattern.sub(new, name)
     if not is_bert:
@@ -92,7 +92,7 @@ def part_of(name: str, is_bert: bool) -> TensorPart:
 
 
 def is_bert(names: Sequence[str]) -> bool:
-    """Whether the names are those of a BERT."""
+    """Return whether the names are those of a BERT."""
     return any(
         name.startswith(("lm_head.", "binary_head.", "pooler.")) or "tokentype" in name
         for name in names
@@ -106,7 +106,7 @@ def layer_of(name: str) -> int | None:
 
 
 def in_layer(name: str, layer: int) -> str:
-    """The name with another number of the layer."""
+    """Return the name with another number of the layer."""
     found = _LAYER.fullmatch(name)
     return f"{found[1]}.{layer}.{found[3]}" if found else name
 

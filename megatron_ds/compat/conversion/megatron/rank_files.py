@@ -44,7 +44,7 @@ class RankFile:
 
 
 def rank_folders(path: Path) -> list[Path]:
-    """The folders of ranks in the folder of an iteration, by name. Others are passed over."""
+    """Return the folders of ranks in the folder of an iteration, by name. Others are passed over."""
     if not path.is_dir():
         return []
     found = []
@@ -55,7 +55,7 @@ def rank_folders(path: Path) -> list[Path]:
 
 
 def _weights_file(folder: Path) -> Path | None:
-    """The file with the weights of a rank, under one of its two names."""
+    """Return the file with the weights of a rank, under one of its two names."""
     for name in WEIGHTS_FILES:
         file = folder / name
         if file.is_file():
@@ -112,7 +112,7 @@ def _sizes(args: Mapping[str, Any]) -> Coordinates | None:
 
 
 def _position(name: str, sizes: Coordinates | None) -> Coordinates:
-    """The position that the name of a folder gives; missing numbers are 0."""
+    """Return the position that the name of a folder gives; missing numbers are 0."""
     match = _FOLDER.fullmatch(name)
     assert match is not None, "rank_folders has chosen the folders by their names"
     numbers = [int(number) for number in match.groups() if number is not None]
@@ -125,7 +125,7 @@ def _position(name: str, sizes: Coordinates | None) -> Coordinates:
 
 
 def _models(content: Mapping[str, Any], folder: Path) -> Iterator[Any]:
-    """The model chunks of a rank in their order. Raises CheckpointError if there is none."""
+    """Yield the model chunks of a rank in their order. Raises CheckpointError if there is none."""
     if "model" in content:
         yield content["model"]
         return

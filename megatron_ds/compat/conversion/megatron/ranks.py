@@ -67,7 +67,7 @@ def _without_copies(name: str, by_rank: ByRank) -> ByRank:
 
 
 def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
-    """The tensor of this name; the experts' tensors along a new first dimension."""
+    """Return the tensor of this name; the experts' tensors along a new first dimension."""
     whole = TensorPart(name)
     if whole in parts:
         return parts[whole]
@@ -88,7 +88,7 @@ def _one(name: str, parts: Mapping[TensorPart, StoredTensor]) -> StoredTensor:
 def expanded_experts(
     part: TensorPart, tensor: StoredTensor, count: int
 ) -> list[tuple[TensorPart, StoredTensor]]:
-    """The experts of `weight1` [h, E f] and `weight2` [E f, h], in which older versions join them."""
+    """Return the experts of `weight1` [h, E f] and `weight2` [E f, h], in which older versions join them."""
     # Other tensors stay.
     layer, _, leaf = part.name.rpartition(".")
     if not layer.endswith(".mlp.experts") or leaf not in ("weight1", "weight2"):
@@ -125,7 +125,7 @@ def expanded_experts(
 
 
 def with_experts_of(part: TensorPart, rank: int, count: int) -> TensorPart:
-    """The part with the global number of its expert. count: experts of a rank."""
+    """Return the part with the global number of its expert. count: experts of a rank."""
     if part.expert is None:
         return part
     first = rank * count

@@ -58,13 +58,13 @@ _STACKED = re.compile(r"((?:encoder|decoder)\.layers)\.([^\d].*)")
 
 
 def detect(folder: Path) -> bool:
-    """Whether the folder holds a torch_dist checkpoint."""
+    """Return whether the folder holds a torch_dist checkpoint."""
     return any(is_torch_dist(path) for path in iteration_folders(folder))
 
 
 @refuses_malformed
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
-    """The checkpoint of the iteration wanted. Raises CheckpointError."""
+    """Return the checkpoint of the iteration wanted. Raises CheckpointError."""
     # The arguments describe the model.
     stored = read_torch_dist(find_iteration(folder, wishes.iteration))
     args = fields_of(stored.common.get("args"))

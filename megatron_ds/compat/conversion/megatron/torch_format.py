@@ -57,13 +57,13 @@ Chunk = list[tuple[TensorPart, StoredTensor]]
 
 
 def detect(folder: Path) -> bool:
-    """Whether the folder holds mp_rank files."""
+    """Return whether the folder holds mp_rank files."""
     return any(rank_folders(path) for path in iteration_folders(folder))
 
 
 @refuses_malformed
 def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
-    """The checkpoint of the iteration wanted. Raises CheckpointError."""
+    """Return the checkpoint of the iteration wanted. Raises CheckpointError."""
     # All rank files are opened, and the first has the arguments of the run.
     path = find_iteration(folder, wishes.iteration)
     files = read_rank_files(path)
@@ -147,7 +147,7 @@ def _first_layers(
 
 
 def _placed(chunk: Chunk, first: int, file: RankFile, args: Mapping[str, Any]) -> Chunk:
-    """The parts of a chunk, renamed with the global numbers of their layers and experts."""
+    """Return the parts of a chunk, renamed with the global numbers of their layers and experts."""
     per_rank = local_experts(args)
     layers = [layer_of(part.name) for part, _ in chunk]
     present = [layer for layer in layers if layer is not None]

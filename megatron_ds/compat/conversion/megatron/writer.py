@@ -270,7 +270,7 @@ def _common(
 def _optimizer(
     checkpoint: LogicalCheckpoint, args: Mapping[str, Any], is_of_experts: bool
 ) -> dict[str, Any]:
-    """The state of one optimizer but its tensors. Biases and norms, with wd_mult 0, have a group."""
+    """Return the state of one optimizer but its tensors. Biases and norms, with wd_mult 0, have a group."""
     factors = (1.0, 0.0) if not is_of_experts or args["add_bias_linear"] else (1.0,)
     groups = [_group(checkpoint, args, wd_mult, is_of_experts) for wd_mult in factors]
     state: dict[str, Any] = {

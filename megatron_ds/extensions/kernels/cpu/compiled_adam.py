@@ -92,7 +92,7 @@ def variants() -> list[str]:
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled module; None, with a line in the log, where no compiler was found at installation."""
+    """Return the compiled module; None, with a line in the log, where no compiler was found at installation."""
     return load_compiled(
         "_cpu_adam",
         "CPU Adam",
@@ -105,7 +105,7 @@ def extension() -> ModuleType | Any:
 def _checked(
     tensors: Sequence[torch.Tensor], low: torch.Tensor | None, step: int
 ) -> tuple[int, ...]:
-    """A row of the table. tensors: parameter, gradient and two of state."""
+    """Return a row of the table. tensors: parameter, gradient and two of state."""
     # The kernel reads addresses, so devices, lengths and dtypes are checked here.
     p = tensors[0]
     lows = [] if low is None else [low]

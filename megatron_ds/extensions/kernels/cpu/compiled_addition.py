@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled addition; None, with one line in the log, where the package was installed without a
+    """Return the compiled addition; None, with one line in the log, where the package was installed without a
     compiler."""
     return load_compiled(
         "_accumulate",
@@ -31,7 +31,7 @@ def extension() -> ModuleType | Any:
 
 
 def suits(out: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether `compiled_add_` takes these tensors, which have memory."""
+    """Return whether `compiled_add_` takes these tensors, which have memory."""
     is_alike = out.shape == x.shape and out.is_contiguous() and x.is_contiguous()
     return x.dtype == torch.bfloat16 and x.device == out.device and is_alike
 

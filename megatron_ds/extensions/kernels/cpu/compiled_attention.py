@@ -47,7 +47,7 @@ EVERYTHING = 1 << 40  # positions
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled attention; None, with one line in the log, where the package was installed without a
+    """Return the compiled attention; None, with one line in the log, where the package was installed without a
     compiler."""
     return load_compiled(
         "_attention",
@@ -59,7 +59,7 @@ def extension() -> ModuleType | Any:
 
 @functools.cache
 def functions(dtype: torch.dtype) -> ModuleType | Any:
-    """The compiled functions for a dtype, of the processor's fastest instruction set; None, if it has none."""
+    """Return the compiled functions for a dtype, of the processor's fastest instruction set; None, if it has none."""
     if extension() is None:
         return None
     sets = [getattr(extension(), name) for name in extension().instruction_sets()]
@@ -69,14 +69,14 @@ def functions(dtype: torch.dtype) -> ModuleType | Any:
 
 
 def reason_against(dtype: torch.dtype) -> str:
-    """Why this machine has no compiled attention in fp32 or bf16; "" if it has."""
+    """Return why this machine has no compiled attention in fp32 or bf16; "" if it has."""
     if extension() is None:
         return "not compiled"
     return "" if functions(dtype) else NEEDS[dtype]
 
 
 def suits(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> bool:
-    """Whether the kernel takes fp32 or bf16 tensors q [sq, b, n, d], the last queries, and k [sk, b, g, d] of
+    """Return whether the kernel takes fp32 or bf16 tensors q [sq, b, n, d], the last queries, and k [sk, b, g, d] of
     a whole sequence."""
     has_rows = 1 < q.shape[0] and 0 < k.shape[0] and q.shape[1] > 0
     is_last = (
@@ -88,7 +88,7 @@ def suits(q: torch.Tensor, k: torch.Tensor, pattern: AttentionPattern) -> bool:
 
 
 def takes(q: torch.Tensor, pattern: AttentionPattern, runs: Iterable[range]) -> bool:
-    """Whether the kernel takes fp32 or bf16 queries [.., d] of the CPU, and keys of these positions: layouts
+    """Return whether the kernel takes fp32 or bf16 queries [.., d] of the CPU, and keys of these positions: layouts
     have blocks of a multiple of 16 tokens, and no window but a causal one."""
     if q.dtype not in NAMES or q.shape[-1] not in CHANNELS:
         return False
@@ -125,7 +125,7 @@ def compiled_attention_not_kept(
     block: ScoreBlock,
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output [sq, b, n, d], which backward does not keep, and the log-sum-exp fp32 [b, n, sq].
+    """Return the output [sq, b, n, d], which backward does not keep, and the log-sum-exp fp32 [b, n, sq].
 
     Backward takes D = rowsum(dO ∘ O) as the gradient of the log-sum-exp: it is that of the caller.
     """
@@ -357,7 +357,7 @@ def _padded(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _with_rows(t: torch.Tensor) -> torch.Tensor:
-    """The tensor with the channels of a head next to each other, and rows that begin with a whole pair."""
+    """Return the tensor with the channels of a head next to each other, and rows that begin with a whole pair."""
     return t if t.stride(3) == 1 and t.stride(0) % 2 == 0 else t.contiguous()
 
 

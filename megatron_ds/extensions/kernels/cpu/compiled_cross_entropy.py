@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled functions; None, with one line in the log, where the package was installed without a
+    """Return the compiled functions; None, with one line in the log, where the package was installed without a
     compiler.
     """
     return load_compiled(

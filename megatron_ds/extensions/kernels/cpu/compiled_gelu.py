@@ -22,7 +22,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled GELU; None, with one line in the log, where the package was installed without a compiler."""
+    """Return the compiled GELU; None, with one line in the log, where the package was installed without a
+    compiler.
+    """
     return load_compiled(
         "_gelu", "GELU", "torch's runs instead, three times slower on CPU", logger
     )

@@ -18,8 +18,8 @@ Runs = Iterator[tuple[int, int, int]]
 def suits(
     matrices: torch.Tensor, counts: Sequence[int], *factors: torch.Tensor
 ) -> bool:
-    """Whether the functions below take factors of runs of `counts` rows, where the matrices of the runs are one of
-    the factors or the results, on this machine, and are faster than one product a run."""
+    """Return whether the functions below take factors of runs of `counts` rows, where the matrices of the runs are
+    one of the factors or the results, on this machine, and are faster than one product a run."""
     rows = factors[0]
     filled = sum(count > 0 for count in counts)
     if rows.device.type != "cpu" or not filled:
@@ -105,7 +105,7 @@ def _runs(counts: Sequence[int]) -> Runs:
 
 
 def _at(t: torch.Tensor, index: int) -> int:
-    """The address of t[index]; 0 for a plan's tensor."""
+    """Return the address of t[index]; 0 for a plan's tensor."""
     if isinstance(t, FakeCpuTensor):
         return 0
     return t.data_ptr() + index * t.stride(0) * t.element_size()

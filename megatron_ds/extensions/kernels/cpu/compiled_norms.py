@@ -23,14 +23,16 @@ DTYPES = (torch.bfloat16,)
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled norms; None, with one line in the log, where the package was installed without a compiler."""
+    """Return the compiled norms; None, with one line in the log, where the package was installed without a
+    compiler.
+    """
     return load_compiled(
         "_norms", "norms", "torch's run instead, slower on CPU", logger
     )
 
 
 def suits(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
-    """Whether the norms below take x: meta tensors have no memory. A single row is faster in torch's, and a
+    """Return whether the norms below take x: meta tensors have no memory. A single row is faster in torch's, and a
     weight of another length is torch's error."""
     return not x.is_meta and x.numel() > x.shape[-1] and weight.shape == x.shape[-1:]
 
@@ -38,7 +40,7 @@ def suits(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
 def suits_both(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object
 ) -> bool:
-    """Whether `residual_norm` takes both: torch adds a residual of a wider dtype or of another shape."""
+    """Return whether `residual_norm` takes both: torch adds a residual of a wider dtype or of another shape."""
     return suits(x, weight) and residual.dtype == x.dtype and residual.shape == x.shape
 
 
@@ -169,7 +171,7 @@ def _call(function: str, x: torch.Tensor, *arguments: Any) -> None:
 
 
 def _number(argument: torch.Tensor | float | None) -> float:
-    """The address of a tensor, 0 for None, a number itself."""
+    """Return the address of a tensor, 0 for None, a number itself."""
     if argument is None:
         return 0
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument

@@ -36,7 +36,7 @@ LEAST_MULTIPLICATIONS = {torch.float32: 2**22, torch.bfloat16: 64**3}
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled products; None, with one line in the log, where the package was installed without a
+    """Return the compiled products; None, with one line in the log, where the package was installed without a
     compiler."""
     return load_compiled(
         "_product",
@@ -47,7 +47,7 @@ def extension() -> ModuleType | Any:
 
 
 def reason_against_rows() -> str:
-    """Why this machine has no compiled product of a single bf16 row; "" if it has."""
+    """Return why this machine has no compiled product of a single bf16 row; "" if it has."""
     compiled = extension()
     if compiled is None:
         return "not compiled"
@@ -55,7 +55,7 @@ def reason_against_rows() -> str:
 
 
 def reason_against(*dtypes: torch.dtype) -> str:
-    """Why this machine has no compiled products of any of these dtypes; "" if it has."""
+    """Return why this machine has no compiled products of any of these dtypes; "" if it has."""
     if reason := reason_against_rows():
         return reason
     reasons = [_reason_for_another(extension(), dtype) for dtype in dtypes]
@@ -71,7 +71,7 @@ def _reason_for_another(compiled: Any, dtype: torch.dtype) -> str:
 
 
 def suits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the functions below take matrices a [n, k] and b [k, m] on this machine, and are faster."""
+    """Return whether the functions below take matrices a [n, k] and b [k, m] on this machine, and are faster."""
     (n, k), m = a.shape, b.shape[1]
     if b.dtype != a.dtype or not is_compiled(a.dtype) or is_widened(a):
         return False
@@ -79,7 +79,7 @@ def suits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def pays(dtype: torch.dtype, n: int, k: int, m: int) -> bool:
-    """Whether a compiled product [n, k] [k, m] is faster than torch's library where this machine has both.
+    """Return whether a compiled product [n, k] [k, m] is faster than torch's library where this machine has both.
 
     It depends on dtype and sizes alone: a run that is resumed, and each rank, computes the same bits.
     """
@@ -88,12 +88,12 @@ def pays(dtype: torch.dtype, n: int, k: int, m: int) -> bool:
 
 @functools.cache
 def is_compiled(dtype: torch.dtype) -> bool:
-    """Whether this machine has compiled products of a dtype, and no faster ones."""
+    """Return whether this machine has compiled products of a dtype, and no faster ones."""
     return dtype in NAMES and not reason_against(dtype)
 
 
 def takes_target(out: torch.Tensor) -> bool:
-    """Whether results can be written to out [n, m]."""
+    """Return whether results can be written to out [n, m]."""
     return out.stride(1) == 1
 
 
@@ -115,7 +115,7 @@ def add_product_(
 
 
 def suits_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether `row_product` takes x [1, in], weight [out, in] and bias [out] or None, all bf16."""
+    """Return whether `row_product` takes x [1, in], weight [out, in] and bias [out] or None, all bf16."""
     has_rows = (
         x.shape[0] == 1
         and x.stride(1) == weight.stride(1) == 1
@@ -170,7 +170,7 @@ def _run(
 
 
 def _has_lines(t: torch.Tensor) -> bool:
-    """Whether rows or columns are contiguous."""
+    """Return whether rows or columns are contiguous."""
     return t.stride(0) == 1 or t.stride(1) == 1
 
 

@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled operations; None, with one line in the log, where the package was installed without a
+    """Return the compiled operations; None, with one line in the log, where the package was installed without a
     compiler."""
     return load_compiled(
         "_quantize",

@@ -26,7 +26,7 @@ BACKWARD = -1.0
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled rotation; None, with one line in the log, where the package was installed without a
+    """Return the compiled rotation; None, with one line in the log, where the package was installed without a
     compiler."""
     return load_compiled(
         "_rotary",
@@ -37,7 +37,7 @@ def extension() -> ModuleType | Any:
 
 
 def suits(x: torch.Tensor, *_: object) -> bool:
-    """Whether the functions below take heads x [.., d]."""
+    """Return whether the functions below take heads x [.., d]."""
     return x.shape[-1] <= extension().MOST_CHANNELS
 
 

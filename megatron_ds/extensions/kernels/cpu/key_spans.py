@@ -53,7 +53,7 @@ class KeySpans:
 def key_spans(
     pattern: AttentionPattern, queries: range, keys: range, heads: int
 ) -> KeySpans:
-    """The spans of the tiles of two runs of positions, numbered within the runs.
+    """Return the spans of the tiles of two runs of positions, numbered within the runs.
 
     heads: number of heads of the rank
 
@@ -151,7 +151,7 @@ def _seen_units(
 
 
 def _live(first_tile: np.ndarray, last_tile: np.ndarray, tiles: int) -> int:
-    """The most units, over tiles, that were begun and are not ended."""
+    """Return the most units, over tiles, that were begun and are not ended."""
     # Units are begun by their first tile and ended by their last.
     some = last_tile >= 0
     begun = np.cumsum(np.bincount(first_tile[some], minlength=tiles))

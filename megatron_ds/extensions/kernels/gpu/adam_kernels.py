@@ -127,7 +127,7 @@ def _launches(rows: Sequence[AdamRow]) -> tuple[AdamLaunch, ...]:
 
 
 def plan(rows: Sequence[AdamRow]) -> tuple[AdamLaunch, ...]:
-    """The launches for rows of one step. Raises ValueError for tensors that they cannot take."""
+    """Return the launches for rows of one step. Raises ValueError for tensors that they cannot take."""
     groups: dict[tuple, list] = {}
     for r in rows:
         _check(r)

@@ -91,7 +91,7 @@ class CudaBackend:
         self.seconds = 0.0
 
     def function(self, file: str, expression: str) -> LoadedKernel:
-        """The loaded instantiation of a template of csrc/gpu/`file`.
+        """Return the loaded instantiation of a template of csrc/gpu/`file`.
 
         Raises KernelError if it does not compile or load, and during the capture of a CUDA graph.
         """
@@ -202,14 +202,14 @@ class CudaBackend:
 
 
 def cuda_backend(device: torch.device) -> CudaBackend:
-    """The backend of a device of torch.cuda. Raises KernelError with the reason where there is none."""
+    """Return the backend of a device of torch.cuda. Raises KernelError with the reason where there is none."""
     return _backend(
         torch.cuda.current_device() if device.index is None else device.index
     )
 
 
 def reason_against(device: torch.device) -> str:
-    """Why GPU kernels cannot run on the device, logged once; "" if they can."""
+    """Return why GPU kernels cannot run on the device, logged once; "" if they can."""
     if not torch.cuda.is_available():
         return _logged("torch has no CUDA device")
     try:

@@ -84,7 +84,7 @@ class Driver:
         self._set_current.argtypes = [self._place_type]
 
     def primary_context(self, ordinal: int) -> int:
-        """The context of torch on the device, initialised if it was not. HIP: the device's number."""
+        """Return the context of torch on the device, initialised if it was not. HIP: the device's number."""
         if not self.names.retain:
             return ordinal
         device = ctypes.c_int()
@@ -94,7 +94,7 @@ class Driver:
         return context.value or 0
 
     def current_context(self) -> int:
-        """The context of this thread; 0 if it has none."""
+        """Return the context of this thread; 0 if it has none."""
         place = self._place_type()
         if failed := self._get_current(ctypes.byref(place)):
             self._check(self.names.get_current, failed)
@@ -114,13 +114,13 @@ class Driver:
             self._check(self.names.set_current, self._set_current(before))
 
     def load(self, code: bytes) -> ctypes.c_void_p:
-        """A module in the current context, of machine code or PTX."""
+        """Return a module in the current context, of machine code or PTX."""
         module = ctypes.c_void_p()
         self._call(self.names.load, ctypes.byref(module), ctypes.c_char_p(code))
         return module
 
     def function(self, module: ctypes.c_void_p, symbol: str) -> ctypes.c_void_p:
-        """A function of a module. It is loaded here, not at its first launch, where lazy loading is on."""
+        """Return a function of a module. It is loaded here, not at its first launch, where lazy loading is on."""
         function = ctypes.c_void_p()
         self._call(
             self.names.get_function, ctypes.byref(function), module, symbol.encode()

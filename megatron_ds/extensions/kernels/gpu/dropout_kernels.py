@@ -174,7 +174,7 @@ def masks_fit(out: torch.Tensor, cols: int, picked: torch.Tensor | None) -> str:
 
 
 def _grid(rows: int, tables: int) -> tuple[int, int]:
-    """A block for each row, but no more than a grid may have; the kernels walk over the rest."""
+    """Return a block for each row, but no more than a grid may have; the kernels walk over the rest."""
     return min(rows, MOST_BLOCKS), tables
 
 

@@ -92,7 +92,7 @@ def backward(
 
 
 def suits(q: torch.Tensor) -> bool:
-    """Whether tiles of these queries run here; the first call for a dtype and width checks it."""
+    """Return whether tiles of these queries run here; the first call for a dtype and width checks it."""
     if q.dtype not in DTYPES or q.shape[-1] not in CHANNELS:
         return False
     return not reason_against(q.dtype, q.shape[-1], q.device)
@@ -100,7 +100,7 @@ def suits(q: torch.Tensor) -> bool:
 
 @lru_cache
 def reason_against(dtype: torch.dtype, channels: int, device: torch.device) -> str:
-    """Why this GPU does not compute tiles with FlashAttention; "" if it does. Logged once."""
+    """Return why this GPU does not compute tiles with FlashAttention; "" if it does. Logged once."""
     if torch.cuda.get_device_capability(device) < OLDEST:
         return f"FlashAttention needs compute capability {OLDEST[0]}.{OLDEST[1]}"
     newer = activate_newer_kernels(device)
@@ -146,7 +146,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _failed_check(dtype: torch.dtype, channels: int, device: torch.device) -> str:
-    """What is wrong with the merged results of a whole tile and a triangle; "" if nothing is."""
+    """Return what is wrong with the merged results of a whole tile and a triangle; "" if nothing is."""
     try:
         # Hooks of a checkpoint around this call must not count what the comparison saves.
         with (
@@ -163,7 +163,7 @@ def _failed_check(dtype: torch.dtype, channels: int, device: torch.device) -> st
 
 
 def _error(dtype: torch.dtype, channels: int, device: torch.device) -> float:
-    """The largest error of output and gradients, in tolerances."""
+    """Return the largest error of output and gradients, in tolerances."""
     shapes = [(2, heads, ROWS, channels) for heads in (HEADS, *[GROUPS] * 4, HEADS)]
     given = [t.detach() for t in random_tensors(dtype, device, *shapes)]
     q, k0, v0, k1, v1, dout = given
@@ -196,7 +196,7 @@ def _in_tiles(q: torch.Tensor, tiles: Sequence, dout: torch.Tensor) -> list:
 def _written_out(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The same in double precision: the first half of the keys is visible, the second is causal."""
+    """Return the same in double precision: the first half of the keys is visible, the second is causal."""
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     groups = HEADS // GROUPS
     keys, values = (t.repeat_interleave(groups, 1) for t in leaves[1:])

@@ -51,7 +51,7 @@ MaskMod = Callable[
 
 @lru_cache
 def reason_against() -> str:
-    """Why this machine cannot run it; "" if it can. Logged once."""
+    """Return why this machine cannot run it; "" if it can. Logged once."""
     reason = "" if find_spec("triton") else "Triton is not installed"
     if reason:
         logger.info(
@@ -63,7 +63,7 @@ def reason_against() -> str:
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Why it does not take these arguments; "" if it does."""
+    """Return why it does not take these arguments; "" if it does."""
     if not q.dtype == k.dtype == v.dtype:
         return f"dtypes {q.dtype}, {k.dtype} and {v.dtype} differ"
     if q.shape[-1] not in CHANNELS or v.shape[-1] != q.shape[-1]:
@@ -287,7 +287,7 @@ def _of_padding(hidden: torch.Tensor) -> MaskMod:
 
 
 def _score_mod(scoring: Scoring) -> Callable[..., torch.Tensor] | None:
-    """What is computed of each score; None: nothing."""
+    """Return what is computed of each score; None: nothing."""
     bias = None
     if scoring.alibi is not None:
         bias = _alibi(scoring.alibi.slopes)

@@ -38,7 +38,7 @@ def reason_against(
     device: torch.device,
     cap: float | None = None,
 ) -> str:
-    """Why a function with the arguments of `core_attention.attention` is not used; "" if it equals the
+    """Return why a function with the arguments of `core_attention.attention` is not used; "" if it equals the
     reference. Logged once for each cap of scores."""
     visible = KeyVisibility(AttentionPattern(layout=_layout()))
     try:
@@ -72,7 +72,7 @@ def reason_against(
 
 
 def _layout() -> BlockLayout:
-    """A layout of two heads: each block sees itself and the first; in the second head the one before, too."""
+    """Return a layout of two heads: each block sees itself and the first; in the second head the one before, too."""
     blocks = -(-POSITIONS // BLOCK)
     seen = np.stack([np.eye(blocks, dtype=bool)] * 2)
     seen[:, :, 0] = True

@@ -37,13 +37,13 @@ def add_product_(
 def suits(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
 ) -> bool:
-    """Whether the factors are of a 16-bit dtype, so that a product could be rounded."""
+    """Return whether the factors are of a 16-bit dtype, so that a product could be rounded."""
     return a.dtype in DTYPES and a.dtype == b.dtype and a.numel() > 0
 
 
 @functools.cache
 def reason_against() -> str:
-    """Why the current CUDA device does not use `add_product_`; "" if it does."""
+    """Return why the current CUDA device does not use `add_product_`; "" if it does."""
     if not torch.cuda.is_available():
         return "torch has no GPU"
     try:
@@ -61,7 +61,7 @@ def reason_against() -> str:
 
 
 def _error(dtype: torch.dtype) -> float:
-    """The largest error of a sum and of a product, over the largest value."""
+    """Return the largest error of a sum and of a product, over the largest value."""
     draw = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(shape, generator=draw).to("cuda")
     a = make(DEPTH, ROWS).to(dtype).t()

@@ -36,7 +36,7 @@ PLANNED_PROCESSORS = 132  # of an H100 or H200: what plans without a GPU count w
 
 
 def type_name(t: torch.Tensor) -> str:
-    """The C++ type of the elements of t in csrc/gpu/device.cuh."""
+    """Return the C++ type of the elements of t in csrc/gpu/device.cuh."""
     return TYPE_NAMES[t.dtype]
 
 
@@ -44,7 +44,7 @@ class Backend(Protocol):
     """Compiles and launches kernels on one device."""
 
     def function(self, file: str, expression: str) -> Any:
-        """The compiled instantiation of a template of csrc/gpu/`file`: "norm_forward<bf16, 4096, 256>"."""
+        """Return the compiled instantiation of a template of csrc/gpu/`file`: "norm_forward<bf16, 4096, 256>"."""
 
     def launch(
         self,

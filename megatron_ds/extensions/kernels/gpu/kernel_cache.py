@@ -33,7 +33,7 @@ class CompiledKernel:
 
 
 def cache_folder(env: Mapping[str, str]) -> Path | None:
-    """The folder by these environment variables; None where the user has no home."""
+    """Return the folder by these environment variables; None where the user has no home."""
     if env.get("MEGATRON_DS_CACHE"):
         return Path(env["MEGATRON_DS_CACHE"]).expanduser() / "kernels"
     base = env.get("XDG_CACHE_HOME", "")
@@ -43,7 +43,7 @@ def cache_folder(env: Mapping[str, str]) -> Path | None:
 
 
 def cache_key(*parts: object) -> str:
-    """A name for a compilation with these inputs: all that its result depends on."""
+    """Return a name for a compilation with these inputs: all that its result depends on."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -54,7 +54,7 @@ class KernelCache:
         self.folder = folder
 
     def read(self, key: str) -> CompiledKernel | None:
-        """The kernel that was written under this key; None if there is none, or if its file is damaged."""
+        """Return the kernel that was written under this key; None if there is none, or if its file is damaged."""
         if self.folder is None:
             return None
         path = self.folder / key
@@ -86,7 +86,7 @@ def _packed(kernel: CompiledKernel, key: str) -> bytes:
 
 
 def _digest_of(payload: bytes, key: str) -> bytes:
-    """The checksum of the content under this key: a file that was renamed has another."""
+    """Return the checksum of the content under this key: a file that was renamed has another."""
     return hashlib.sha256(key.encode() + b"\0" + payload).digest()
 
 

@@ -35,7 +35,7 @@ class KernelSource:
 
 @functools.cache
 def source_folder() -> Path:
-    """The folder with the sources. Raises KernelError where the installation lacks them."""
+    """Return the folder with the sources. Raises KernelError where the installation lacks them."""
     for folder in FOLDERS:
         if (folder / "device.cuh").is_file():
             return folder

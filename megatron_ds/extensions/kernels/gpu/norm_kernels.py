@@ -299,7 +299,7 @@ def _backward(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradient of the sum, and fp32 [chunks, cols] partial sums of those of weight and bias."""
+    """Return the gradient of the sum, and fp32 [chunks, cols] partial sums of those of weight and bias."""
     is_rms = mean is None
     has_past = past is not None
     rows, chunks, way = _way_backward(total.shape, total.dtype, is_rms, has_past)
@@ -339,7 +339,7 @@ def chunks_of(threads: int) -> int:
 def _sum_rows(
     partial_w: torch.Tensor, partial_b: torch.Tensor | None, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sums over rows, in the dtype of weight."""
+    """Return the sums over rows, in the dtype of weight."""
     chunks, cols = partial_w.shape
     dw = torch.empty_like(weight)
     db = None if partial_b is None else torch.empty_like(weight)

@@ -104,7 +104,7 @@ class RuntimeCompiler:
         return tuple(sorted(found))
 
     def target(self, capability: tuple[int, int]) -> str:
-        """The target for an NVIDIA GPU. PTX of the newest architecture if the GPU is newer than NVRTC."""
+        """Return the target for an NVIDIA GPU. PTX of the newest architecture if the GPU is newer than NVRTC."""
         wanted = capability[0] * 10 + capability[1]
         if wanted in self.architectures:
             return f"sm_{wanted}"
@@ -117,7 +117,7 @@ class RuntimeCompiler:
         return f"compute_{older[-1]}"
 
     def options(self, source: KernelSource, target: str) -> tuple[str, ...]:
-        """The options of a compilation."""
+        """Return the options of a compilation."""
         contraction = () if source.contracts else (self.names.no_contraction,)
         return (self.names.architecture + target, *self.names.options, *contraction)
 
@@ -128,7 +128,7 @@ class RuntimeCompiler:
         target: str,
         extra: Sequence[str] = (),
     ) -> Program:
-        """The instantiations that C++ expressions name. extra: more options.
+        """Return the instantiations that C++ expressions name. extra: more options.
 
         Raises KernelError with the compiler's messages.
         """
@@ -202,7 +202,7 @@ class RuntimeCompiler:
 
 
 def load_nvrtc() -> RuntimeCompiler:
-    """The first NVRTC found. Raises KernelError where there is none, or none new enough."""
+    """Return the first NVRTC found. Raises KernelError where there is none, or none new enough."""
     reasons = []
     for library in nvrtc_candidates():
         try:
@@ -267,7 +267,7 @@ def _nvidia_folders() -> list[Path]:
 
 
 def _by_pathfinder() -> str | None:
-    """The library by cuda-pathfinder, which CUDA's Python packages install; it knows conda and CUDA_HOME."""
+    """Return the library by cuda-pathfinder, which CUDA's Python packages install; it knows conda and CUDA_HOME."""
     try:
         return (
             importlib.import_module("cuda.pathfinder")

@@ -52,7 +52,7 @@ def packed(t: torch.Tensor) -> torch.Tensor:
 
 
 def vector_width(lengths: Iterable[int], *tensors: torch.Tensor) -> int:
-    """The largest power of two of elements, of at most 16 bytes, that divides all lengths, the strides of all
+    """Return the largest power of two of elements, of at most 16 bytes, that divides all lengths, the strides of all
     dimensions but the last, and the addresses of the tensors, which have one dtype."""
     # What divides all of them, in elements.
     itemsize = tensors[0].element_size()
@@ -87,5 +87,5 @@ def rows_together(t: torch.Tensor) -> torch.Tensor:
 
 
 def _is_aligned(t: torch.Tensor) -> bool:
-    """Whether its address is a multiple of 16 bytes."""
+    """Return whether its address is a multiple of 16 bytes."""
     return not has_memory(t) or t.data_ptr() % BYTES == 0

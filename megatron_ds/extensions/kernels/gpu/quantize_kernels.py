@@ -68,7 +68,7 @@ def dequantize(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `quantize` made → numbers [numel] of `dtype`, in `out` if it is given."""
+    """Return what `quantize` made → numbers [numel] of `dtype`, in `out` if it is given."""
     scales = scales.detach().contiguous()
     codes = codes.contiguous()
     y = scales.new_empty(numel, dtype=dtype) if out is None else out

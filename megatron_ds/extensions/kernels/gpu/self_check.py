@@ -31,7 +31,7 @@ ROWS = 3  # of the widths of a model
 def reason_against_implementation(
     operation: Operation, entry: Implementation, dtype: torch.dtype
 ) -> str:
-    """Why an implementation is not used on the current CUDA device; "" if it is. Logged.
+    """Return why an implementation is not used on the current CUDA device; "" if it is. Logged.
 
     Raises KernelError during the capture of a CUDA graph, which would capture the comparison.
     """

@@ -45,7 +45,7 @@ class SiteSeeds(threading.local):
 def _copied(
     device: torch.device, seed: int, sites: Sequence[str], sample_ids: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """The seeds of each place, int64 [b], in one tensor."""
+    """Return the seeds of each place, int64 [b], in one tensor."""
     keys = []
     for site in sites:
         keys += sample_keys(seed, site, sample_ids)

@@ -246,7 +246,7 @@ def _fits_call(
     keep: KeepMask | None = None,
     sink: torch.Tensor | None = None,
 ) -> str:
-    """Why the kernel cannot compute this call; "" if it can."""
+    """Return why the kernel cannot compute this call; "" if it can."""
     if sink is not None:
         return "it has a sink"
     return fits(scores, mask, keep is not None)
