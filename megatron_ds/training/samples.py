@@ -18,7 +18,6 @@ from ..config.options.data import DataConfig
 from ..data.kind import Collator, Dataset
 from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
-from ..data.samples.fim import FIMDataset, make_fim
 from ..data.tokenizers.base import Tokenizer
 from ..errors import CheckpointError
 from ..mpu.agree import on_one_rank
@@ -87,6 +86,9 @@ def rearranged(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer) -> D
     """Return the datasets, with samples rearranged by --fim-data and related options."""
     if not config.data.fim_data:
         return datasets
+    # Loaded by runs that rearrange.
+    from ..data.samples.fim import FIMDataset, make_fim
+
     fim = make_fim(config.data, tokenizer)
     return Datasets(
         *(

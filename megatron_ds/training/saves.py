@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..checkpoint.background_save import BackgroundSave, Copies
 from ..host import places
 from ..host.pace import Pace
 from ..mpu.agree import on_one_rank
@@ -32,6 +32,9 @@ from .run_checkpoint import (
 )
 from .trigger_files import take_save_file
 
+if TYPE_CHECKING:
+    from ..checkpoint.background_save import BackgroundSave, Copies
+
 # The share of one processor for a thread that writes beside a model on a CPU. The threads of a step wait for each
 # other, so a step is slower by the share that one of them loses.
 WRITERS_SHARE = 0.01
@@ -41,7 +44,7 @@ WRITERS_SHARE = 0.01
 class _Pending:
     """A save under way: when it began, and for how many seconds steps have waited for it."""
 
-    save: BackgroundSave
+    save: "BackgroundSave"
     progress: Progress
     begin: float
     stall: float
@@ -64,10 +67,11 @@ class Saves:
         self.report: Callable[[int, float], None] = lambda step, seconds: None
         self._engine = replica
         self._description = description
-        self._copies = Copies()
+        self._copies: Copies | None = None
         self._pending: _Pending | None = None
         if replica.config.checkpoint.async_save:
             replica.saving = self
+            importlib.import_module("..checkpoint.background_save", __package__)
         if replica.config.checkpoint.save:
             # The import takes 0.8 s on a local disk and minutes on a busy file server: it is part of the start, and
             # neither of the first save nor of the steps beside its thread.
@@ -177,7 +181,11 @@ class Saves:
         self.report(pending.save.step, pending.stall)
 
     def _begin(self, progress: Progress) -> None:
+        from ..checkpoint.background_save import BackgroundSave, Copies
+
         begin = time.perf_counter()
+        if self._copies is None:
+            self._copies = Copies()
         save = BackgroundSave(
             new_saving(self._engine, progress),
             saved_pieces(self._engine),

@@ -18,7 +18,6 @@ from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..mpu.managed_parameter import spec_of
-from ..planning.fake_stages import most_kept, run_own_stages
 from ..planning.run_model import describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
 from .build import Replica
@@ -140,6 +139,9 @@ def _activations(replica: Replica) -> dict[str, int]:
     # The plan of a small model takes longer than its first steps.
     if replica.mesh.device.type == "cpu":
         return {}
+    # Loaded by runs on GPUs.
+    from ..planning.fake_stages import most_kept, run_own_stages
+
     # The order in which this rank computes, and what each of its stages keeps.
     schedule = plan_schedule(
         replica.config,
