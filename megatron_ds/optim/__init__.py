@@ -12,15 +12,12 @@ from .optimizers import (
     param_groups_of,
 )
 
+OPTIMIZERS.declare(f"{__name__}.adagrad", "adagrad")
 OPTIMIZERS.declare(f"{__name__}.adam_choice", "adam", aliases={"adamw": "adam"})
+OPTIMIZERS.declare(f"{__name__}.lamb", "lamb")
+OPTIMIZERS.declare(f"{__name__}.lion", "lion")
+OPTIMIZERS.declare(f"{__name__}.momentum_sgd", "sgd")
 OPTIMIZERS.declare(f"{__name__}.muon", "muon", aliases={"dist_muon": "muon"})
-for _name, _module in {
-    "lamb": "lamb",
-    "lion": "lion",
-    "adagrad": "adagrad",
-    "sgd": "momentum_sgd",
-}.items():
-    OPTIMIZERS.declare(f"{__name__}.{_module}", _name)
 
 __all__ = [
     "OPTIMIZERS",

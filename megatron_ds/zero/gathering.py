@@ -107,17 +107,15 @@ class Unit(GatherUnit):
 
     def fetch(self) -> None:
         if self.is_free and self._near is None:
-            self._near = self._fetched()
-
-    def _fetched(self) -> list[tuple[torch.Tensor, Waitable]]:
-        return [self._fetch(array) for _, array in self.buckets]
+            self._near = [self._fetch(array) for _, array in self.buckets]
 
     def start(self) -> None:
         if not self.is_free:
             return
+        # They are kept until the gathers, which may run on after this call, have read them.
+        self.fetch()
         near = self._near
-        if near is None:
-            near = self._fetched()
+        assert near is not None, "`fetch` makes them"
         self.flat.untyped_storage().resize_(self.nbytes)
         self.is_free = False
         stream = side_stream(self.flat.device, "gathers")

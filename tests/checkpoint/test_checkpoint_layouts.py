@@ -413,7 +413,7 @@ def test_an_index_pickled_by_an_older_python_is_read_and_getattr_gives_nothing_e
 
         (path / ".metadata").write_bytes(pickle.dumps(Reach()))
         reseal(path)
-        with pytest.raises(CheckpointError, match="names an attribute"):
+        with pytest.raises(CheckpointError, match="reads an attribute"):
             read_index(path)
 
 

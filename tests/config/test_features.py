@@ -168,8 +168,9 @@ def test_a_change_of_the_layers_follows_those_of_the_features_that_it_names():
     outer = Feature("outer", layers=named("outer"), after=("inner", "not loaded"))
     with loaded(outer), loaded(Feature("inner", layers=named("inner"))):
         layers = []
-        for change in features.layer_changes():
-            layers = change(layers, parse(MODEL), None)
+        config = parse(MODEL)
+        for change in features.layer_changes(config):
+            layers = change(layers, config, None)
     assert layers == ["inner", "outer"]
 
 

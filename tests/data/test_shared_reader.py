@@ -71,7 +71,7 @@ def test_what_the_reader_cannot_read_is_an_error_on_every_rank():
             loader, world.group("tp", (0, 1), rank), torch.device("cpu")
         )
         with pytest.raises(DataError, match="outside the vocabulary of 20"):
-            reader.batch(0, 8)
+            reader.batch(0, 8, 0, 1)
         told.append(rank)
 
     run_ranks(2, main)

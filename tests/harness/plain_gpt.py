@@ -13,7 +13,7 @@ import torch
 
 from megatron_ds.config.options.attention import AttentionOptions
 from megatron_ds.config.options.block import BlockOptions
-from megatron_ds.config.options.model import GATED
+from megatron_ds.config.options.model import GATED, ModelConfig
 from megatron_ds.config.options.moe import MoEOptions
 from megatron_ds.extensions.sparse_layouts.sparse_options import SparseOptions
 
@@ -65,6 +65,11 @@ class TinyConfig(AttentionOptions, SparseOptions, BlockOptions, MoEOptions):
     init_method_std: float = 0.02
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+
+    experts = ModelConfig.experts
+    expert_ffn_size = ModelConfig.expert_ffn_size
+    dense_width = ModelConfig.dense_width
+    windowed = ModelConfig.windowed
 
     @property
     def is_rotary(self) -> bool:

@@ -124,11 +124,11 @@ def stages_of(rank: int, placement: tuple[int, ...]) -> tuple[int, ...]:
 # A file of this folder is imported when one of its schedules is used.
 SCHEDULES.declare(
     f"{__name__}.classic",
-    "1f1b",
     "gpipe",
     "interleaved",
+    "1f1b",
     aliases={"one_f_one_b": "1f1b", "interleaved_1f1b": "interleaved"},
 )
-SCHEDULES.declare(f"{__name__}.zero_bubble", "zb-auto", "zb-h1", "zb-h2", "zb-v")
+SCHEDULES.declare(f"{__name__}.zero_bubble", "zb-h1", "zb-h2", "zb-auto", "zb-v")
 
 __all__ = ["SCHEDULES", "ScheduleFamily", "placement", "schedule", "stages_of"]
