@@ -122,12 +122,13 @@ class Feature:
     options    the section: a frozen dataclass whose fields are declared with `config.option`
     extends    name of a section of the package → a dataclass of options that the section has as a base class; only of
                features in the wings
-    is_on      (RunConfig) -> whether a run uses `layers`, `order` and `kept`, whose modules are loaded then; None:
-               always
+    is_on      (RunConfig) -> whether a run uses `layers`, `added`, `lengths`, `order` and `kept`, whose modules are
+               loaded then; None: always
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
-    registers  noun of a registry → name of an entry → the module that registers it, imported when the entry is used
+    registers  noun of a registry → name or alias of an entry → the module that registers it, imported when the entry
+               is used
     optimizers name of an optimizer that it registers → its `config.optimizer_facts.OptimizerFacts`
     models     name of a model that it registers → `config.model_facts.ModelFacts`, where they are not those of a GPT
     objective  what the run is trained for in place of the model's own loss
@@ -135,7 +136,8 @@ class Feature:
                plans of memory, traffic and FLOPs have them; conversions are those of the model alone
     layouts    a function that returns the `models.attention_layouts.AttentionLayouts`, by which layers see some keys
     after      names of features whose `layers` come first
-    added      (RunConfig) -> `config.added_weights.AddedWeights`, if the run trains those alone, beside frozen weights
+    added      (RunConfig) -> `config.added_weights.AddedWeights`, if the run trains those alone, beside frozen weights.
+               Its noun is the name of the feature
     unloadable (identity of a checkpoint, identity of the run or None where a whole model is wanted, folder) -> why its
                weights cannot be loaded, as sentences
     lengths    lengths of sequences that change from step to step
@@ -461,6 +463,14 @@ def _add(feature: Feature, source: str) -> None:
         raise ConfigError(
             f"{source}: a feature is named {feature.name!r}, and another one has this name. Rename one of them."
         )
+    for noun, entries in feature.registers.items():
+        if not isinstance(entries, Mapping):
+            raise ConfigError(
+                f"{source}: `registers` of the feature {feature.name!r} gives {entries!r} for {noun}. Give each "
+                'entry by its name: {"'
+                + noun
+                + '": {"name of the entry": "module that registers it"}}.'
+            )
     _LOADED.features.append(feature)
 
 

@@ -70,8 +70,9 @@ class Registry(Generic[T]):
 
     def _of_others(self) -> Iterator[tuple[str, str]]:
         """Yield (module, "noun name") of the entries that other packages have registered."""
-        for name, owner in self._owners.items():
-            if owner != PACKAGE:
+        # Entries of features may not have been used yet.
+        for name, owner in {**self._of_modules(), **self._owners}.items():
+            if owner.partition(".")[0] != PACKAGE:
                 yield owner, f"{self.noun} {name}"
 
     def __getitem__(self, name: str) -> T:
@@ -80,6 +81,8 @@ class Registry(Generic[T]):
         listed = self._aliases.get(name, name)
         if listed not in self._things and listed in modules:
             import_module(modules[listed])
+            # The module may register the name as an alias.
+            listed = self._aliases.get(listed, listed)
         if listed in self._things:
             return self._things[listed]
         known = [*self.names(), *self._aliases]
@@ -101,7 +104,8 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """Return all listed names: the package's, then those of features and of scripts."""
-        return tuple(dict.fromkeys((*self._of_modules(), *self._things)))
+        names = dict.fromkeys((*self._of_modules(), *self._things))
+        return tuple(name for name in names if name not in self._aliases)
 
     def _of_modules(self) -> dict[str, str]:
         """Return name → module of the declared entries, those of features included."""

@@ -160,9 +160,17 @@ def unloadable(
 
     saved, current: identities of the checkpoint and of the run; None where a whole model is wanted
     """
+    wanted = {} if current is None else current
     for feature in features():
         if feature.unloadable is not None:
             yield from feature.unloadable(saved, current, folder)
+        elif feature.name in saved and saved.get(feature.name) != wanted.get(
+            feature.name
+        ):
+            yield (
+                f"--load {folder} holds {feature.name} with {saved[feature.name]}, and this run wants "
+                f"{wanted.get(feature.name, 'none')}. Give the run the options of the checkpoint."
+            )
     unknown = saved.keys() - {*PARTS, *(feature.name for feature in features())}
     if unknown:
         yield (

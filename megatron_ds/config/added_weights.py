@@ -12,7 +12,7 @@ FROZEN_BLOCK = 64
 class AddedWeights:
     """They alone are trained, and saved.
 
-    noun         what they are, in messages and as the part of a checkpoint's identity
+    noun         the name of the feature, in messages and as the part of a checkpoint's identity
     identity     what a checkpoint of them must have in common with a run that loads it
     frozen_bits  bits in which the frozen weights of linear layers are kept: 8, 4, or None for those of their dtype
     dropout      probability with which an element of their input is set to 0 in training

@@ -28,7 +28,7 @@ import torch
 from ..errors import ConfigError
 from ..host.waiting_tensors import WaitingTensors
 from .group import Group, solo
-from .managed_parameter import ManagedParameter
+from .managed_parameter import ManagedParameter, described
 from .param_spec import ParamSpec
 from .sequence_ranks import SequenceRanks
 from .sequence_slice import SequenceSlice
@@ -177,8 +177,5 @@ def new_parameter(
 
     sizes: ranks of mesh axes, 1 where absent.
     """
-    parameter = ManagedParameter(
-        torch.empty(spec.local_shape(sizes or {}), dtype=dtype, device=device)
-    )
-    parameter.spec = spec
-    return parameter
+    data = torch.empty(spec.local_shape(sizes or {}), dtype=dtype, device=device)
+    return described(data, spec)

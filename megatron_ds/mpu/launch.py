@@ -94,7 +94,7 @@ def _place(launch: Launch) -> Place:
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return an error that is not of this package begins with its class."""
+    """Return the text of an error, which begins with its class if the error is not of this package."""
     is_ours = isinstance(error, MegatronDSError)
     text = str(error) if is_ours else f"{type(error).__name__}: {error}"
     return shortened(one_line(" ".join(text.split())), MOST_CHARACTERS)

@@ -1,4 +1,5 @@
-"""`ManagedParameter`: a parameter with a description (`.spec`), and where its gradient goes (`.grads`).
+"""`ManagedParameter`: a parameter with a description (`.spec`), and where its gradient goes
+(`.gradient_sum`).
 
 `ParamSpec` describes the parameter; every layer gives one. An optimizer that sums gradients up gives the
 parameter a `GradientAccumulator`; without one the gradient is left to autograd, as in any module. Two passes
@@ -12,7 +13,7 @@ attributes by `describe` and `accumulate`, and `spec_of` and `accumulator_of` re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from .param_spec import ParamSpec
 
 Finish = Callable[[], torch.Tensor | None]
 Begin = Callable[[], Finish]
+# The attribute of a parameter whose optimizer sums gradients up.
+SUM = "gradient_sum"
 # Gradients that wait for the weight half of a backward.
 Queue = list[tuple[torch.Tensor, Begin]]
 
@@ -76,21 +79,28 @@ class Detour:
 class ManagedParameter(nn.Parameter):
     """A parameter with a description.
 
-    spec    of the whole parameter, of which this is a rank's shard
-    grads   the sum of its gradients, where an optimizer keeps one; else absent
-    detour  absent at most times
+    spec          of the whole parameter, of which this is a rank's shard
+    gradient_sum  of its gradients, where an optimizer keeps one; else absent
+    detour        absent at most times
+
+    This class is for annotations. Objects are of the class `nn.Parameter` itself: torch's optimizers take their fast
+    ways for it alone, and `nn.Parameter(p)` refuses other classes.
     """
 
     spec: ParamSpec
-    grads: GradientAccumulator
+    gradient_sum: GradientAccumulator
     detour: Detour
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy does not belong to the optimizer of the original.
-        own = {key: value for key, value in vars(self).items() if key != "grads"}
-        plain = nn.Parameter(self.data, self.requires_grad)
-        vars(plain).update(own)
-        return plain.__reduce_ex__(protocol)
+
+def described(data: torch.Tensor, spec: ParamSpec) -> ManagedParameter:
+    """Return a parameter with a description."""
+    parameter = cast(ManagedParameter, nn.Parameter(data))
+    parameter.spec = spec
+    return parameter
+
+
+def no_accumulator() -> None:
+    """Stand for an accumulator in a copy: a copied parameter does not belong to the optimizer of the original."""
 
 
 def spec_of(parameter: torch.Tensor) -> ParamSpec:
@@ -111,12 +121,12 @@ def describe(parameter: torch.Tensor, spec: ParamSpec) -> None:
 
 def accumulate(parameter: torch.Tensor, accumulator: GradientAccumulator) -> None:
     """Let an accumulator sum up the gradient of a parameter."""
-    parameter.__dict__["grads"] = accumulator
+    parameter.__dict__[SUM] = accumulator
 
 
 def accumulator_of(parameter: torch.Tensor) -> GradientAccumulator | None:
     """Return what sums up the gradient of a parameter; None: autograd."""
-    return getattr(parameter, "grads", None)
+    return getattr(parameter, SUM, None)
 
 
 def detour_of(parameter: torch.Tensor) -> Detour | None:
@@ -148,6 +158,9 @@ class TensorAccumulator:
     ):
         self.total = total
         self.completed = completed
+
+    def __reduce__(self) -> tuple:
+        return no_accumulator, ()
 
     def add(self, gradient: torch.Tensor) -> None:
         self.total.add_(gradient)

@@ -255,7 +255,7 @@ class TorchTransport:
         )
 
     def _start_on_device(self, what: str, function: Callable, *arguments: Any) -> Work:
-        """Return a collective of CPU tensors by way of the GPU. The host waits for it."""
+        """Run a collective of CPU tensors by way of the GPU. The host waits for it."""
         device = torch.device("cuda", torch.cuda.current_device())
         far = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         near = list(arguments)

@@ -20,7 +20,7 @@ is divided once more: word embeddings and output layers have another learning ra
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -145,13 +145,31 @@ class OptimizerRegistry(Registry[Callable[..., torch.optim.Optimizer]]):
         self, name: str, *aliases: str, declares: Declared = NOTHING
     ) -> Callable[[Make], Make]:
         """Return a decorator that adds an entry under `name`. Aliases find it, too, but are not listed."""
-        self._declared[name] = declares
-        return super().register(name, *aliases)
+        accept: Callable[[Make], Make] = super().register(name, *aliases)
+
+        def add(make: Make) -> Make:
+            accepted = accept(make)
+            self._declared[name] = declares
+            return accepted
+
+        return add
 
     def declared(self, name: str) -> Declared:
         """Return what an entry declares. Raises ConfigError for an unknown name."""
-        self[name]
+        _refuse_attributes(name, self[name])
         return self._declared.get(self.name_of(name), NOTHING)
+
+
+def _refuse_attributes(name: str, make: Callable) -> None:
+    """Raise ConfigError for a function whose needs are attributes, which nothing reads."""
+    names = [*(needs.name for needs in fields(OptimizerTraits)), "param_groups"]
+    unread = [name for name in names if hasattr(make, name)]
+    if unread:
+        raise ConfigError(
+            f"optimizer {name}: its function has the attribute {unread[0]}, which is not read, so that it would get "
+            "parts of tensors as if it needed nothing. Register it with declares=Declared(…) of megatron_ds.optim, "
+            "whose OptimizerTraits have what it needs."
+        )
 
 
 OPTIMIZERS = OptimizerRegistry()

@@ -90,7 +90,7 @@ def add_transfers(schedule: Schedule, num_stages: int) -> Schedule:
             f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
             f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule."
         )
-    if len(schedule) == 1:
+    if len(schedule) == 1 and is_in_order(schedule[0]):
         return schedule
     # The simulator is loaded by runs with several pipeline ranks.
     from .simulate import run_clocks
@@ -107,6 +107,18 @@ def add_transfers(schedule: Schedule, num_stages: int) -> Schedule:
     return tuple(
         tuple(i for _, i in sorted(of_rank, key=itemgetter(0))) for of_rank in timed
     )
+
+
+def is_in_order(program: Program) -> bool:
+    """Return whether one rank can compute its only stage in this order: each forward before its backward."""
+    done: set[tuple[Op, int | None]] = set()
+    needed = {Op.B: Op.F, Op.I: Op.F, Op.W: Op.I}
+    for i in program:
+        before = needed.get(i.op)
+        if i.stage or (before is not None and (before, i.microbatch) not in done):
+            return False
+        done.add((i.op, i.microbatch))
+    return True
 
 
 def _lanes(

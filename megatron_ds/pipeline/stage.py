@@ -129,7 +129,7 @@ class Stage:
         return None if live.input is None else live.input.grad
 
     def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """Return the first half of `backward`: no parameter's gradient. `backward_weights` must follow."""
+        """Run the first half of `backward`: no parameter's gradient. `backward_weights` must follow."""
         live = self._to_start(microbatch, grad)
         if live.root is None:
             return self._split.input_half(microbatch, None, live.input)

@@ -21,6 +21,7 @@ Shapes: s positions, b samples, t ranks; x [s, b, in], with sequence parallelism
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,11 +30,10 @@ from ..host.autograd_functions import differentiable_once, direct_apply
 from ..mpu import collectives
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
-from ..mpu.managed_parameter import ManagedParameter
+from ..mpu.managed_parameter import ManagedParameter, accumulator_of
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.linear_products import UNBOUND, LayerProducts, LinearProducts
 from .weight_grad import (
-    ADDS,
     Finish,
     add_gradient,
     linear_gradient,
@@ -245,8 +245,22 @@ def column_linear(
     return _apply(_column_linear, x, weight, bias, call)
 
 
+class _Linear(NamedTuple):
+    """A function of autograd: `apply`, and `forward` for calls that no gradient follows."""
+
+    apply: Callable[..., torch.Tensor]
+    forward: Callable[..., torch.Tensor]
+
+
+class _NothingKept:
+    """The context of a forward without a backward, for which autograd need not be asked."""
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keep none."""
+
+
 def _apply(
-    function: Callable[..., torch.Tensor],
+    function: _Linear,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -254,21 +268,23 @@ def _apply(
 ) -> torch.Tensor:
     if torch.compiler.is_dynamo_compiling():
         # A backward that writes gradients to buffers cannot be part of a graph.
-        if hasattr(weight, ADDS):
+        if accumulator_of(weight) is not None:
             from .outside_graphs import call_outside_graphs
 
             return call_outside_graphs(_apply, function, x, weight, bias, call)
         call = LinearCall(call.group, call.sequence_parallel)
-    # Autograd does not follow parameters whose gradients the backward adds to ZeRO's buffers.
     parameters = weight, bias
-    is_managed = hasattr(weight, ADDS) and (bias is None or hasattr(bias, ADDS))
+    if not torch.is_grad_enabled():
+        return function.forward(_NothingKept(), x, parameters, call)
+    # Autograd does not follow parameters whose gradients the backward adds to ZeRO's buffers.
+    is_managed = all(p is None or accumulator_of(p) is not None for p in parameters)
     followed = () if is_managed and x.requires_grad else parameters
-    return function(x, parameters, call, *followed)
+    return function.apply(x, parameters, call, *followed)
 
 
 class _ColumnLinear(torch.autograd.Function):
     # Note: why the parameters are kept on ctx and not with save_for_backward. Under non-reentrant recomputation
-    # saved tensors come back as other tensor objects, without `grads`. The group is on ctx because
+    # saved tensors come back as other tensor objects, without `gradient_sum`. The group is on ctx because
     # backward runs in another thread.
     # Note: `followed` are the parameters once more, or nothing; see `_apply`.
 
@@ -315,8 +331,8 @@ class _RowLinear(torch.autograd.Function):
         return dx if dx is None else dx.view(ctx.shape), None, None, dw, db
 
 
-_column_linear = direct_apply(_ColumnLinear)
-_row_linear = direct_apply(_RowLinear)
+_column_linear = _Linear(direct_apply(_ColumnLinear), _ColumnLinear.forward)
+_row_linear = _Linear(direct_apply(_RowLinear), _RowLinear.forward)
 
 
 def _keep(ctx, x, parameters, call) -> torch.Tensor:

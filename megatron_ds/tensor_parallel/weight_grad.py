@@ -2,7 +2,7 @@
 
     dW = dyᵀ x        x [N, in], dy [N, out]
 
-A parameter whose optimizer sums gradients up has a `GradientAccumulator`, `.grads` (mpu/managed_parameter.py).
+A parameter whose optimizer sums gradients up has a `GradientAccumulator`, `.gradient_sum` (mpu/managed_parameter.py).
 The product is added to its sum, the first one overwrites it: no gradient tensor is allocated and autograd
 receives None. Without an accumulator the gradient is returned to autograd, as in any module.
 
@@ -27,6 +27,7 @@ from functools import partial
 import torch
 
 from ..mpu.managed_parameter import (
+    SUM,
     Begin,
     Detour,
     Finish,
@@ -38,8 +39,6 @@ from ..mpu.managed_parameter import (
 from ..ops.grouped import RowRuns, add_grouped_gradient_, new_grouped_gradient
 from ..ops.linear_products import UNBOUND, LinearProducts
 from ..ops.product import add_product_, product
-
-ADDS = "grads"  # the attribute of a parameter whose optimizer sums gradients up
 
 
 def now_or_later(weight: torch.Tensor, begin: Begin) -> Finish:
@@ -77,7 +76,7 @@ def linear_gradient(
         later = partial(linear_gradient, weight, x, dy, products)
         detour.queue.append((weight, lambda: later))
         return None
-    accumulator: GradientAccumulator | None = getattr(weight, ADDS, None)
+    accumulator: GradientAccumulator | None = getattr(weight, SUM, None)
     if accumulator is None:
         return product(dy.t(), x)
     accumulator.contribute(products.add_product_, dy.t(), x)
@@ -92,7 +91,7 @@ def add_gradient(
     Without an accumulator the gradient is returned to autograd. Inside `gradient_sums` it is added to the sum of
     the parts. In the input half of a split backward its addition is queued.
     """
-    accumulator: GradientAccumulator | None = getattr(parameter, ADDS, None)
+    accumulator: GradientAccumulator | None = getattr(parameter, SUM, None)
     if accumulator is None:
         return gradient
     detour: Detour | None = getattr(parameter, "detour", None)

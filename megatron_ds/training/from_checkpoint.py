@@ -154,7 +154,7 @@ def saved_config(run: Mapping, folder: str | None) -> RunConfig:
     if not isinstance(run.get("config"), Mapping) or "model" not in run["config"]:
         raise CheckpointError(
             f"--load {folder}: the checkpoint has no options of a training run, because an "
-            "replica saved it. Give the options as flags."
+            "engine saved it. Give the options as flags."
         )
     left_out = sections_without_features(run, f"--load {folder}")
     return from_dict(run["config"], left_out)

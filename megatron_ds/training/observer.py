@@ -4,7 +4,7 @@
     → (step_began → batch_read
        → around: phase "forward-backward" → computed (→ Again: once more) → phase "optimizer": update_checked
        → step_ended → numbers, if a log line is due → step_logged
-       → evaluated → between_steps → saved)*
+       → evaluated → between_steps → saved → waited_for_save)*
     → trained → evaluated → run_ended → closed
 
 All ranks make the same observers in the same order and call them at the same moments, so a method may communicate,
@@ -80,9 +80,11 @@ class Observer:
     def evaluated(self, split: str, step: int, loss: float) -> None:
         """Take note of the mean loss on "validation" or "test" data after step `step`."""
 
-    def saved(self, step: int, seconds: float) -> None:
-        """Take note that the checkpoint of step `step` is complete: with --async-save some steps later. seconds: for
-        which steps waited"""
+    def saved(self, step: int) -> None:
+        """Take note that the checkpoint of step `step` is complete: with --async-save some steps later."""
+
+    def waited_for_save(self, step: int, seconds: float) -> None:
+        """Take note for how many seconds steps waited for the checkpoint of step `step`, after `saved`."""
 
     def trained(self, progress: Progress) -> None:
         """Do what follows the last step of a complete run, after its save and before its evaluation."""

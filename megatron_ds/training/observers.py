@@ -119,10 +119,15 @@ class Observers(Observer):
         for observer in self._all:
             observer.evaluated(split, step, loss)
 
-    def saved(self, step: int, seconds: float) -> None:
+    def saved(self, step: int) -> None:
         """Call each."""
         for observer in self._all:
-            observer.saved(step, seconds)
+            observer.saved(step)
+
+    def waited_for_save(self, step: int, seconds: float) -> None:
+        """Call each."""
+        for observer in self._all:
+            observer.waited_for_save(step, seconds)
 
     def trained(self, progress: Progress) -> None:
         """Call each."""

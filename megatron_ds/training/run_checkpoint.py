@@ -536,11 +536,11 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
     saved: the values of run.json; current: of `describe_run`; wanted: which parts to load.
     """
     directory = known_folder(wanted.load)
-    if "replica" in saved:
+    if "engine" in saved:
         raise MismatchError(
-            f"--load {directory} was saved by a replica (megatron_ds.initialize), not by a "
+            f"--load {directory} was saved by an engine (megatron_ds.initialize), not by a "
             "training script: its tensors have other names. Load it with "
-            "replica.load_checkpoint."
+            "engine.load_checkpoint."
         )
     for why in unloadable(saved.get("identity", {}), current["identity"], directory):
         raise MismatchError(why)

@@ -76,7 +76,7 @@ class Trainer:
         loaded = progress.step if config.checkpoint.load else None
         self.saves = Saves(replica, description, loaded)
         self.saves.check = loaders.compare
-        self.saves.report = observer.saved
+        self.saves.report = self._saved
         self._total = total
 
     # ------------------------------------------------------------------ the run
@@ -127,6 +127,10 @@ class Trainer:
             self.log.note,
             self.stopping.request.request,
         )
+
+    def _saved(self, step: int, seconds: float) -> None:
+        self.observer.saved(step)
+        self.observer.waited_for_save(step, seconds)
 
     def _write(self, record: Record) -> None:
         """Write a record of an observer. On rank 0 alone."""

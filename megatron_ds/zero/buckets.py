@@ -32,7 +32,7 @@ from ..errors import MegatronDSError
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_, settle
 from ..mpu.group import Group, Waitable
-from ..mpu.managed_parameter import accumulate, spec_of
+from ..mpu.managed_parameter import accumulate, no_accumulator, spec_of
 from .data_groups import Hierarchy
 from .exchange import BucketGradient, GradientExchange, is_off, reads_in_place
 from .gradient_checksum import GradientChecksum
@@ -84,6 +84,9 @@ class SlotGradient:
     """
 
     __slots__ = ("_store", "index", "is_new", "received", "missing")
+
+    def __reduce__(self) -> tuple:
+        return no_accumulator, ()
 
     def __init__(self, store: "GradientStore", index: int):
         self._store = store

@@ -166,7 +166,7 @@ class OrderedExchange(GradientExchange):
         return work
 
     def _two_hops(self, first: Waitable, second: Callable[[], Waitable]) -> Waitable:
-        """Return the second hop follows the first one when the next bucket has begun."""
+        """Return the work of both hops; the second follows the first when the next bucket has begun."""
         self._last = TwoHops(first, second)
         return self._last
 

@@ -7,7 +7,7 @@ from .layout import SlotPiece
 
 
 class LeafTensor(ManagedParameter):
-    """The master of `piece` of the parameter with `spec`.
+    """The master of `piece` of the parameter with `spec`. For annotations, as `ManagedParameter` is.
 
     low       the part of the model's own weight in a 16-bit model, else None
     low_grad  in place of `grad`, where gradients have another dtype
@@ -15,4 +15,4 @@ class LeafTensor(ManagedParameter):
 
     piece: SlotPiece
     low: torch.Tensor | None
-    low_grad: torch.Tensor | None = None
+    low_grad: torch.Tensor | None

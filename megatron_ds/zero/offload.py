@@ -188,7 +188,7 @@ class SubGroup:
     def begin(
         self, staged: Staged, numbers: tuple[Rates, float, float], norms: ParameterNorms
     ) -> dict[MakeOptimizer, torch.Tensor]:
-        """Return the first half of an update. See `ShardOptimizer.begin`."""
+        """Make the first half of an update. See `ShardOptimizer.begin`."""
         staged.work.wait()
         self._point_to(staged.tensors)
         return self.optimizer.begin(*numbers, norms)

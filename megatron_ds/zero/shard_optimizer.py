@@ -24,12 +24,13 @@ cast.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..mpu.managed_parameter import described
 from ..mpu.param_spec import ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..optim.optimizers import traits_of
@@ -78,9 +79,9 @@ def make_leaf(
 
     grad: a view of the gradient buffer.
     """
-    tensor = LeafTensor(_shaped(master, piece, shape))
-    tensor.spec = spec
+    tensor = cast(LeafTensor, described(_shaped(master, piece, shape), spec))
     tensor.piece = piece
+    tensor.low_grad = None
     tensor.low = None if low is None else _shaped(low, piece, shape)
     if grad is not None and grad.dtype == master.dtype:
         tensor.grad = _shaped(grad, piece, shape)
@@ -174,7 +175,7 @@ class ShardOptimizer:
     def begin(
         self, lr: Rates, weight_decay: float, divisor: float, norms: ParameterNorms
     ) -> dict[MakeOptimizer, torch.Tensor]:
-        """Return the first half of a `step` of an optimizer that needs norms of more parts than these leaves; other
+        """Make the first half of a `step` of an optimizer that needs norms of more parts than these leaves; other
         optimizers make their step. → for each optimizer the squares of the norms (`ParameterNorms.squares`).
         """
         self.num_updates += 1

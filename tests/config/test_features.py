@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from megatron_ds.config.run import all_options
 from megatron_ds.config.sources.config_text import from_dict, to_dict
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.features import Feature, Lengths, Provided, sections_without_features
+from megatron_ds.models import MODELS
 
 pytestmark = pytest.mark.plan
 MODEL = (
@@ -192,3 +194,26 @@ def test_ranks_compare_their_features(module):
     before = compared_values(parse(MODEL), env={})
     parse([*MODEL, "--import", module])
     assert compared_values(parse(MODEL), env={}) != before
+
+
+def test_a_declared_entry_is_found_by_an_alias_that_its_module_registers(module):
+    Path(f"{module}.py").write_text(
+        "from megatron_ds.models import MODELS, gpt_layers, language_model\n"
+        'MODELS.register("declared", "alias")(language_model(lambda c, ctx: gpt_layers(c, ctx)))\n'
+    )
+    sys.path.append(str(Path.cwd()))
+    entries = {"declared": module, "alias": module}
+    with loaded(Feature("declaring", registers={"model": entries})):
+        assert "declared" in MODELS and module not in sys.modules
+        # What is declared counts as present before it is used.
+        assert (module, "model declared") in features._registered()
+        assert MODELS["alias"] is MODELS["declared"]
+        assert "alias" not in MODELS.names()
+    for table in (MODELS._things, MODELS._owners):
+        table.pop("declared", None)
+    MODELS._aliases.pop("alias")
+
+
+def test_entries_without_names_are_refused():
+    with pytest.raises(ConfigError, match="Give each entry by its name"):
+        features._add(Feature("old", registers={"model": "mymods"}), "here")

@@ -48,6 +48,7 @@ STEPS = {
         "evaluated",
         "between_steps",
         "saved",
+        "waited_for_save",
     ],
     DROPPED: [*EVERY_STEP, *ONE_RUN, *UPDATE, "step_logged", "between_steps"],
     LAST: [*EVERY_STEP, *ONE_RUN, *UPDATE, *LINE],
@@ -161,14 +162,22 @@ def test_moments_come_in_order(run):
     start = ["built", "loaded", "run_started"]
     steps = [moment for moments in STEPS.values() for moment in moments]
     # The run was stopped, so that it is saved and neither evaluated nor "trained".
-    assert told == [*start, *steps, "saved", "run_ended", "closed"]
+    assert told == [*start, *steps, "saved", "waited_for_save", "run_ended", "closed"]
 
 
 def test_a_complete_run_is_told_the_rest(tmp_path):
     told = tmp_path / "told"
     length = ["--train-iters", "3", "--eval-iters", "1", "--save", tmp_path / "saved"]
     train(1, [*MOCK, *length], spoil=partial(witnessed, told=told))
-    end = ["saved", "trained", "evaluated", "evaluated", "run_ended", "closed"]
+    end = [
+        "saved",
+        "waited_for_save",
+        "trained",
+        "evaluated",
+        "evaluated",
+        "run_ended",
+        "closed",
+    ]
     moments = moments_in(told)
     assert moments[-len(end) :] == end
     assert set(MOMENTS) == {moment.split()[0] for moment in moments}

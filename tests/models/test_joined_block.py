@@ -191,7 +191,7 @@ def test_parameters_that_zero_does_not_manage_receive_gradients(first, joined):
     if first:
         runs.results(1)
     for p in parameters:
-        del p.grads
+        del p.gradient_sum
     for hook in runs.run.replica.optimizer.trained[0].buckets.hooks:
         hook.remove()
     del joined[:]
@@ -201,7 +201,7 @@ def test_parameters_that_zero_does_not_manage_receive_gradients(first, joined):
     assert joined == [False, False]
     assert all(p.grad is not None and p.grad.any() for p in parameters)
     for p, accumulator in zip(parameters, accumulators):
-        p.grads = accumulator
+        p.gradient_sum = accumulator
     block(x, runs.run.batch)
     assert joined[-1]
 

@@ -223,3 +223,9 @@ def test_forward_only_of_a_lowered_schedule_keeps_the_forwards_and_stays_legal()
 def test_a_pass_refuses_what_it_cannot_complete_and_says_what_would_do(broken, message):
     with pytest.raises(ScheduleError, match=message):
         broken(SCHEDULES["1f1b"](2, 3))
+
+
+def test_an_order_in_which_one_rank_would_wait_for_itself_is_refused():
+    backward_first = ((Instruction(Op.B, 0, 0), Instruction(Op.F, 0, 0)),)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        lower(backward_first, 1)

@@ -316,3 +316,11 @@ def test_second_derivatives_are_refused_not_wrong(which):
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+def test_without_gradients_a_layer_can_be_mapped_by_torch_func():
+    [column, row], _ = make_pair(solo("tp"))
+    batches = torch.stack([X, X + 1])
+    with torch.no_grad():
+        mapped = torch.func.vmap(lambda x: row(column(x)))(batches)
+        assert torch.allclose(mapped[1], row(column(batches[1])))

@@ -110,7 +110,7 @@ def twin_of(
 
 
 def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
-    """Return the trial: whether the optimizer begins with another state than zeros.
+    """Return by a trial whether the optimizer begins with another state than zeros.
 
     It runs on the device of the parameters with the numbers of the first group, whose learning rate is
     replaced where it is 0. Raises ConfigError where the optimizer cannot be sharded.

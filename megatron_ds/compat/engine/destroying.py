@@ -5,12 +5,13 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from ...mpu.managed_parameter import SUM
 from . import watched
 from .gradients import EngineParameter, store_of
 from .status import EngineStatus
 
 # Attributes of the parameters of an engine (zero/buckets.py, initialization.py).
-ADDED = ("engine", "grads")
+ADDED = ("engine", SUM)
 
 
 @torch.no_grad()

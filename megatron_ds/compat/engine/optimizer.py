@@ -128,7 +128,7 @@ class OptimizersOfGroups(Protocol):
 class EngineOptimizer(torch.optim.Optimizer):
     """A torch optimizer that the engine steps. Attributes that it lacks are those of its `ZeroOptimizer`.
 
-    NumberOfStep of its param_groups may be changed at any time and take effect in the next step.
+    Numbers of its param_groups may be changed at any time and take effect in the next step.
 
     missed  name of a parameter → updates that left it out, because it was frozen; 0 of those without an entry
     make    makes a `ZeroOptimizer` of the parameters that require gradients then

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ...models.block import Block
-from ...tensor_parallel.weight_grad import ADDS
+from ...mpu.managed_parameter import SUM
 from .joinable_layers import JoinableLayers
 
 HOOKS = (
@@ -19,7 +19,7 @@ HOOKS = (
 HOOKS_OF_ALL = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 # Second arguments of `map`.
-_ADDS = repeat(ADDS)
+_SUM = repeat(SUM)
 _FORWARD = repeat("forward")
 
 
@@ -60,5 +60,5 @@ class BlockWatch:
             return False
         if torch.is_autocast_enabled(x.device.type):
             return False
-        is_managed = all(map(hasattr, self._parameters, _ADDS))
+        is_managed = None not in map(getattr, self._parameters, _SUM, repeat(None))
         return is_managed and all(map(_REQUIRES_GRAD, self._parameters))

@@ -15,6 +15,6 @@ class Facts(Observer):
         step = start.progress.step
         start.note(process_record(start.config, mesh, step, start.began))
 
-    def saved(self, step: int, seconds: float) -> None:
+    def waited_for_save(self, step: int, seconds: float) -> None:
         """Note the checkpoint."""
         self._note(SaveRecord(step, seconds))

@@ -148,7 +148,7 @@ def _adamw(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
     others = (
         [r._replace(grad=r.grad.float())] for r in rows if r.grad.dtype != torch.float32
     )
-    for part in chain([wide], others):  # one copy at a time
+    for part in chain([wide], others):
         adamw_(
             part,
             lr=how.lr,
@@ -157,6 +157,7 @@ def _adamw(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
             weight_decay=how.weight_decay,
             grad_scale=how.grad_scale,
         )
+        part.clear()  # its copy is freed before the next is made
 
 
 @elementwise_updates.lion.kernel(
@@ -204,5 +205,6 @@ def _update(
         [r._replace(grad=r.grad.float())] for r in rows if r.grad.dtype != torch.float32
     )
     scale = elementwise_updates.inverse(divisor)
-    for part in chain([wide], others):  # one copy at a time
+    for part in chain([wide], others):
         _run(rule, _with_one_state(part), None, "", grad_scale=scale, **numbers)
+        part.clear()  # its copy is freed before the next is made
