@@ -104,7 +104,8 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """Return all listed names: the package's, then those of features and of scripts."""
-        names = dict.fromkeys((*self._of_modules(), *self._things))
+        declared = self._of_modules()
+        names = dict.fromkeys((*declared, *self._things))
         return tuple(name for name in names if name not in self._aliases)
 
     def _of_modules(self) -> dict[str, str]:
