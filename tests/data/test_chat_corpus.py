@@ -21,6 +21,7 @@ from megatron_ds.extensions.corpora.inspect_dataset import main as inspect
 from megatron_ds.extensions.corpora.merge_datasets import main as merge
 from megatron_ds.extensions.corpora.preprocess_data import main as preprocess
 from tests.harness.chats import CHATML, MISMARKED, random_record, write_tokenizer
+from tests.harness.limits import files_of_at_most
 
 pytestmark = pytest.mark.plan
 
@@ -209,13 +210,8 @@ def test_nothing_is_left_where_the_disk_is_full(folder, capsys, share):
     """The masks have a byte for each token, and the tokens two: the disk is full in the one or the other."""
     masks = (folder / "one_chat_document.mask.bin").stat().st_size
     before = sorted(path.name for path in folder.iterdir())
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A write beyond the limit fails as on a full disk.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * masks), hard))
-    try:
+    with files_of_at_most(int(share * masks)):
         assert preprocess(flags(folder, "full")) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "error: cannot write" in capsys.readouterr().err
     assert sorted(path.name for path in folder.iterdir()) == before
 

@@ -3,6 +3,7 @@ hangs."""
 
 import multiprocessing
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,3 +58,18 @@ def refusal_in_child(
     assert answered, f"no answer within {seconds} s"
     assert child.exitcode == 0, f"the child ended with code {child.exitcode}"
     return receiver.recv()
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let writes beyond so many bytes of a file fail, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    written = sys.dont_write_bytecode
+    # Else a module that is imported now would be compiled to a file that is cut off.
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sys.dont_write_bytecode = written

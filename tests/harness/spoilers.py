@@ -13,6 +13,8 @@ import signal
 import pytest
 import torch
 
+from tests.harness.limits import files_of_at_most
+
 
 @contextlib.contextmanager
 def signal_at_step(rank: int, *, number: int, step: int, victim: int):
@@ -164,14 +166,8 @@ def poisoned(rank: int, *, module: str, samples: range, value: float):
 @contextlib.contextmanager
 def files_limited(rank: int, *, size: int):
     """No file can grow beyond `size` bytes: writes fail as on a full disk."""
-    import resource
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
+    with files_of_at_most(size):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @contextlib.contextmanager

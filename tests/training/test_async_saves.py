@@ -155,7 +155,7 @@ def test_an_update_that_waits_for_copies_is_in_the_phase_of_a_save(
     note = lambda: seen.append(read_places(path).places[-1].phase)
     save = SimpleNamespace(copied=SimpleNamespace(wait=note))
     checkpoint = SimpleNamespace(async_save=False, save=None)
-    engine = SimpleNamespace(config=SimpleNamespace(checkpoint=checkpoint))
+    engine = SimpleNamespace(config=SimpleNamespace(checkpoint=checkpoint), states={})
     found = Saves(engine, {}, None)
     found._pending = SimpleNamespace(save=save, stall=0.0)
     found.before_update()

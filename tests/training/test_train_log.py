@@ -513,11 +513,13 @@ def test_steps_that_are_repeated_after_a_crash_appear_once_with_their_new_values
 
 # ------------------------------------------------------------------ failing disks
 @pytest.fixture
-def full_disk():
+def full_disk(monkeypatch):
     """A function that gives this process a limit of so many bytes a file: writes beyond it fail, as on a full
     disk."""
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Else a module that is imported now would be compiled to a file that is cut off.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield lambda size: resource.setrlimit(
         resource.RLIMIT_FSIZE, (limits[0] if size is None else size, limits[1])
     )
