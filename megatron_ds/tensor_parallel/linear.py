@@ -30,7 +30,7 @@ from ..host.autograd_functions import differentiable_once, direct_apply
 from ..mpu import collectives
 from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
-from ..mpu.managed_parameter import ManagedParameter, accumulator_of
+from ..mpu.managed_parameter import SUM, ManagedParameter, accumulator_of
 from ..mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ..ops.linear_products import UNBOUND, LayerProducts, LinearProducts
 from .weight_grad import (
@@ -277,7 +277,9 @@ def _apply(
     if not torch.is_grad_enabled():
         return function.forward(_NothingKept(), x, parameters, call)
     # Autograd does not follow parameters whose gradients the backward adds to ZeRO's buffers.
-    is_managed = all(p is None or accumulator_of(p) is not None for p in parameters)
+    is_managed = getattr(weight, SUM, None) is not None
+    if bias is not None:
+        is_managed = is_managed and getattr(bias, SUM, None) is not None
     followed = () if is_managed and x.requires_grad else parameters
     return function.apply(x, parameters, call, *followed)
 
