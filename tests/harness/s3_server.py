@@ -4,8 +4,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from urllib.request import Request, urlopen
 
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
+
+from tests.harness.limits import HUNG
 
 BUCKET = "s3://bucket"
 # Names of the variables that lead to the server.
@@ -25,11 +29,17 @@ def s3_server() -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     values = (f"http://{host}:{port}", "key", "secret", "us-east-1")
+    # moto keeps the buckets of all servers of a process.
+    reset = Request(f"{values[0]}/moto-api/reset", method="POST")
+    urlopen(reset, timeout=HUNG).close()
+    # File systems of this process are kept with the address of the server that they were made for.
+    S3FileSystem.clear_instance_cache()
     try:
         with in_environment(0, values=dict(zip(S3, values))):
             yield BUCKET
     finally:
         server.stop()
+        S3FileSystem.clear_instance_cache()
 
 
 @contextmanager
