@@ -109,7 +109,7 @@ class Registry(Generic[T]):
         return tuple(name for name in names if name not in self._aliases)
 
     def _of_modules(self) -> dict[str, str]:
-        """Return name → module of the declared entries, those of features included."""
+        """Return the mapping name → module of the declared entries, those of features included."""
         found = dict(self._modules)
         for feature in features():
             found.update(feature.registers.get(self.noun, {}))

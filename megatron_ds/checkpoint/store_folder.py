@@ -104,7 +104,7 @@ def _files_at(path: UPath, commit: _Commit) -> UPath | None:
 
 
 def _commits_in(folder: UPath, names: list[str] | None = None) -> dict[int, _Commit]:
-    """Return step → its commit, even if that only announces a save. names: as of `_names_in`"""
+    """Return the mapping step → its commit, even if that only announces a save. names: as of `_names_in`"""
     names = _names_in(folder) if names is None else names
     found = {
         int(match[1]): folder / match[0]

@@ -41,7 +41,7 @@ def compared_values(
     name_of: Callable[[Option], str] = lambda option: option.flag,
     env: Mapping[str, str] = os.environ,
 ) -> dict[str, tuple[Any, str]]:
-    """Return name → (value, source) of everything that ranks compare before they build anything.
+    """Return the mapping name → (value, source) of everything that ranks compare before they build anything.
 
     name_of: the name of an option in messages
     """

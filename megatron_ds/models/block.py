@@ -245,6 +245,7 @@ def transformer_block(
             "ones of its sequence, which a causal model may not see. Use "
             f"aux_loss{other_models()}."
         )
+    # Both halves end in a layer with this deviation, as their outputs are summed over the blocks.
     std = output_std(config)
     attention = f"{name}.self_attention"
     core = make_core(

@@ -108,7 +108,7 @@ class RankPlan:
 def data_groups(
     config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]
 ) -> DataGroups:
-    """Return groups without transports, by which state is divided. placement: stage → pipeline rank"""
+    """Return the mapping groups without transports, by which state is divided. placement: stage → pipeline rank"""
     at = grid.coordinates(rank)
     inner_size = config.zero.zero_hpz_partition_size
     size = grid.size("dp", "cp")

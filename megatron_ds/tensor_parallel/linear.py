@@ -93,6 +93,7 @@ class ColumnParallelLinear(nn.Module):
         assert not interleaved, (
             "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
         )
+        # Each rank holds rows of every part, and the elements of the bias that belong to them.
         rows = Split("tp", 0, parts)
         weight = ParamSpec(
             f"{name}.weight",

@@ -21,7 +21,7 @@ RANKS = 12
 
 
 def optimizer_state(stage, rank, **others):
-    """As DeepSpeed writes it: two groups of a rank."""
+    """Return the state of two groups of a rank, as DeepSpeed writes it."""
     groups = [torch.full((3,), float(rank)), torch.full((2,), rank + 0.5)]
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     return {"zero_stage": stage, "partition_count": RANKS, key: groups, **others}

@@ -94,8 +94,7 @@ def test_each_cluster_is_gone_through_without_repeating_and_none_is_drawn_before
 @settings(max_examples=40, deadline=None)
 @given(gaps=stages_of_sizes, seed=st.integers(0, 100))
 def test_a_stage_draws_from_its_clusters_in_proportion_to_their_sizes(gaps, seed):
-    """Of T consecutive draws of a stage with T samples, each cluster gets exactly as many as it has
-    samples."""
+    """Each cluster gets as many of T consecutive draws of a stage with T samples as it has samples."""
     stages = make_stages(gaps)
     last = stages[-1]
     here = np.arange(last.start, last.start + 3 * last.admitted)

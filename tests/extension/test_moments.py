@@ -1,4 +1,5 @@
-"""An observer is told every moment of a run, in order and with the declared types, and what it answers happens."""
+"""The methods of an observer are called at every moment of a run, in order and with the declared types, and what they
+return is done."""
 
 import ast
 import contextlib

@@ -94,7 +94,7 @@ def started_by(
 def trainings(
     commands: list[list[str]], slurm: Mapping[str, str] | None = None
 ) -> list[Started]:
-    """Those of the commands that train, with the number of ranks that their launcher would start."""
+    """Return those of the commands that train, with the number of ranks that their launcher would start."""
     return [
         _started(words, slurm or {})
         for words in commands

@@ -243,7 +243,7 @@ def end(code: int) -> None:
 
 
 def exit_code(words: list[str]) -> int:
-    """Of a command: 0, that of sys.exit, or 1 after an error or a message, which is printed."""
+    """Return the exit code of a command: 0, that of sys.exit, or 1 after an error or a message, which is printed."""
     try:
         run(words)
     except SystemExit as ended:

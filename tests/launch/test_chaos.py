@@ -101,7 +101,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seconds():
-    """Of all undisturbed and disturbed runs; printed at the end."""
+    """Yield the seconds of all undisturbed and of all disturbed runs, which are printed at the end."""
     found = [0.0, 0.0]
     yield found
     if found[1]:

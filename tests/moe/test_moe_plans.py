@@ -298,7 +298,7 @@ def test_a_pyramid_has_a_kind_for_each_number_of_experts():
 
 
 def test_a_cut_balances_dense_blocks_and_blocks_with_experts():
-    """Of all cuts into three, by costs of the closed form, the one whose costliest stage costs the least."""
+    """The cut is the one of all into three whose costliest stage costs the least, by the closed form."""
     flags = [
         *(
             "--num-layers 9 --moe-layer-freq ([0]*6+[1]*3) --moe-ffn-hidden-size 40 "

@@ -64,13 +64,11 @@ def test_sums_in_any_place_of_memory_have_the_bits_of_messages_and_send_none(
             given = numbers(rank + 10 * i, numel, dtype)
             tensor = group.memory.zeros(numel, dtype).copy_(given) if shares else given
             piece = tensor.chunk(ranks)[rank]
-            out = (
-                tensor
-                if kind == "all"
-                else piece
-                if "in place" in kind
-                else torch.empty_like(piece)
-            )
+            out = torch.empty_like(piece)
+            if kind == "all":
+                out = tensor
+            elif "in place" in kind:
+                out = piece
             works.append(
                 all_reduce_(tensor, group, async_op=True)
                 if kind == "all"

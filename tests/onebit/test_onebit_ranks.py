@@ -206,7 +206,7 @@ def test_what_is_sent_over_all_calls_is_what_was_given_less_the_errors():
 
 
 def test_one_rank_adds_what_several_have_not_sent_and_compresses_nothing():
-    """As after a load: errors of other ranks' exchanges."""
+    """The rank has errors of other ranks' exchanges, as after a load."""
     groups, settings = DataGroups({DATA_AXES: solo()}), settings_of("onebit_adam", 1)[1]
     parameters = [nn.Parameter(w) for w in weights().values()]
     for p, name in zip(parameters, SHAPES):

@@ -70,7 +70,7 @@ def test_five_iterations_give_the_golden_values(name):
 
 @pytest.mark.parametrize("name", SETS)
 def test_singular_values_go_where_the_polynomials_send_them(name):
-    """Of each matrix of a batch, for a wide and a tall shape: by the closed form on the singular values."""
+    """Each matrix of a batch, wide or tall, has the singular values of the closed form."""
     steps = 10 if name == "deepseekv4" else 5
     for shape in ((3, 4, 7), (2, 6, 5)):
         batch = noise(*shape, dtype=torch.float64)

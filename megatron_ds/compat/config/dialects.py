@@ -39,7 +39,7 @@ class Dialect:
 
 
 def _weighted_split_readers() -> dict[str, tuple[str, Reader]]:
-    """Return flag of the corpora of one split → the option and how its words are read."""
+    """Return the mapping flag of the corpora of one split → the option and how its words are read."""
     readers: dict[str, tuple[str, Reader]] = {}
     for part in ("train", "valid", "test"):
         flag = f"--{part}-weighted-split-paths"

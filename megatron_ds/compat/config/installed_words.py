@@ -10,7 +10,7 @@ own = partial(Later, __package__)
 
 
 def _projects() -> dict[str, str]:
-    """Return flag of a fork → its project. If two dialects have a flag, the first counts."""
+    """Return the mapping flag of a fork → its project. If two dialects have a flag, the first counts."""
     projects: dict[str, str] = {}
     for dialect in reversed(DIALECTS):
         projects |= dict.fromkeys(dialect.names, dialect.project)

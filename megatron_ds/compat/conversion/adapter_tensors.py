@@ -33,7 +33,7 @@ Parts = Mapping[int | None, Mapping[str, StoredTensor]]
 
 
 def of_layers(adapters: AdapterTensors) -> dict[str, Parts]:
-    """Return layer → part of its rows → leaf → tensor: "a", "b", and "m" where the adapter has magnitudes.
+    """Return the mapping layer → part of its rows → leaf → tensor: "a", "b", and "m" where the adapter has magnitudes.
 
     Raises CheckpointError for names of no adapter and for single matrices.
     """

@@ -228,7 +228,7 @@ def _progress(run: Mapping) -> StoredProgress:
 
 
 def _tokenizer_files(folder: Path, run: Mapping, config: RunConfig) -> dict[str, Path]:
-    """Return names in a Hugging Face folder → the copies beside the checkpoint; {} without copies."""
+    """Return the mapping names in a Hugging Face folder → the copies beside the checkpoint; {} without copies."""
     copies = {field: folder / path for field, path in named_copies(folder, run).items()}
     names = next(
         (names for kind, names in TOKENIZERS if kind == config.data.tokenizer_type), {}

@@ -79,20 +79,20 @@ def _flattened(part: torch.Tensor) -> torch.Tensor:
 
 
 def _split_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
-    """Return their rows [Q; K; V] → the three parts."""
+    """Return the mapping their rows [Q; K; V] → the three parts."""
     queries = model.num_attention_heads * model.head_dim
     keys = model.query_groups * model.head_dim
     return list(rows.split((queries, keys, keys)))
 
 
 def _join_rows(parts: Parts, model: ModelConfig) -> torch.Tensor:
-    """Return their rows [Q; K; V] → our rows."""
+    """Return the mapping their rows [Q; K; V] → our rows."""
     theirs = _split_rows(parts[0], model)
     return join_heads(theirs, model)
 
 
 def _to_rows(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
-    """Return our rows → their rows [Q; K; V]."""
+    """Return the mapping our rows → their rows [Q; K; V]."""
     theirs = split_heads(rows, model)
     return [torch.cat(theirs)]
 

@@ -419,5 +419,10 @@ def _floor_sum(
         a = a % m
         b = b % m
         top = a * n + b
-        n, b, a, m = top // m, top % m, m, np.where(a > 0, a, 1)
+        # As in the algorithm of Euclid, the divisor takes the place of the factor.
+        divisor = np.where(a > 0, a, 1)
+        n = top // m
+        b = top % m
+        a = m
+        m = divisor
     return total

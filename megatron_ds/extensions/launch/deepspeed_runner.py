@@ -18,7 +18,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Return host → the slots that a choice leaves; {} if it leaves none.
+    """Return the mapping host → the slots that a choice leaves; {} if it leaves none.
 
     host_info  host → its slots
     Raises ConfigError for both choices at once, and for hosts and slots that do not exist.

@@ -161,7 +161,7 @@ def _group(
     parts: int,
     experts: StoredExperts | None,
 ) -> Named:
-    """Return kind → name → tensor of a group at stages 1 and 2."""
+    """Return the mapping kind → name → tensor of a group at stages 1 and 2."""
     mappings = [state.get("param_slice_mappings") for state in opened.states]
     tensors: Named = {}
     for part in range(parts):
@@ -195,7 +195,7 @@ def _group(
 
 
 def _parts_of_parameters(opened: RankFiles, shapes: Sequence[Mapping]) -> Named:
-    """Return kind → name → tensor of all groups at stage 3."""
+    """Return the mapping kind → name → tensor of all groups at stage 3."""
     joined = []
     for d, path in enumerate(opened.paths):
         groups = [

@@ -116,7 +116,7 @@ def joined(
 def merged_slices(
     shapes: Shapes, shards: Sequence[Shard], mappings: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Return kind → name → tensor, of one group. mappings: `param_slice_mappings` of each rank.
+    """Return the mapping kind → name → tensor, of one group. mappings: `param_slice_mappings` of each rank.
 
     Raises CheckpointError unless the slices of all ranks, in order, are the parameters in order.
     """
@@ -294,7 +294,7 @@ def merged_fragments(
 
 
 def vectors_of(state: Any, master: Any, place: object) -> dict[str, list[StoredTensor]]:
-    """Return kind → [vector] of a group: the master, and the tensors of its optimizer state as long as it.
+    """Return the mapping kind → [vector] of a group: the master, and the tensors of its optimizer state as long as it.
 
     state: {"step", "exp_avg", …} of torch's optimizer; empty before its first step
     """

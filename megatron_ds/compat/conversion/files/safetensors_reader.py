@@ -76,7 +76,7 @@ def _check_one_set(folder: Path, places: Mapping[str, str]) -> None:
 
 
 def _read_sharded(folder: Path, places: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Return name → tensor of the files that the folder's index names."""
+    """Return the mapping name → tensor of the files that the folder's index names."""
     # All files must be present before any is read.
     files = sorted({*places.values()})
     absent = [name for name in files if not (folder / name).is_file()]
@@ -130,7 +130,7 @@ def _is_file_name(text: object) -> bool:
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
-    """Return name → tensor of one file. Raises CheckpointError when it is damaged."""
+    """Return the mapping name → tensor of one file. Raises CheckpointError when it is damaged."""
     # The library checks that the entries of the header cover the file, without gaps or overlaps.
     try:
         with safe_open(path, framework="pt") as file:

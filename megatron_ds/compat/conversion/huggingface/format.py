@@ -390,7 +390,7 @@ def _named_tokens(path: Path) -> dict[str, str]:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Return token → id of a tokenizer.json, with added tokens; {} for another kind of content."""
+    """Return the mapping token → id of a tokenizer.json, with added tokens; {} for another kind of content."""
     content = read_json(path)
     model = content.get("model")
     added = content.get("added_tokens")

@@ -116,7 +116,7 @@ def from_buckets(
     weights: Mapping[str, StoredTensor],
     args: Mapping[str, Any],
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Return kind → our name → tensor, merged over ranks. weights: by our names, with padded vocabulary.
+    """Return the mapping kind → our name → tensor, merged over ranks. weights: by our names, with padded vocabulary.
 
     Raises CheckpointError if the layout cannot be replayed.
     """

@@ -107,7 +107,7 @@ def from_file(
     args: Mapping[str, Any],
     place: str,
 ) -> dict[str, dict[TensorPart, StoredTensor]]:
-    """Return kind → part → tensor of this rank. chunks: parameters of each model chunk.
+    """Return the mapping kind → part → tensor of this rank. chunks: parameters of each model chunk.
 
     Raises CheckpointError if the layout cannot be replayed.
     """

@@ -25,7 +25,7 @@ def from_indices(
     parameters: Sequence[LocalParameter],
     place: str,
 ) -> dict[str, dict[TensorPart, StoredTensor]]:
-    """Return kind → part → tensor. states: of the optimizers that are chained, usually one.
+    """Return the mapping kind → part → tensor. states: of the optimizers that are chained, usually one.
 
     Raises CheckpointError if counts or shapes are not those of the parameters.
     """

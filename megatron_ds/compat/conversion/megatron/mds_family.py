@@ -235,7 +235,7 @@ def _layer_and_leaf(name: str) -> tuple[str, str]:
 def _names_of_layers(
     weights: Mapping[str, StoredTensor], folder: object
 ) -> dict[str, str]:
-    """Return name in a pipeline → name in the module."""
+    """Return the mapping name in a pipeline → name in the module."""
     # The leaves of each layer identify it.
     leaves: dict[int, set[str]] = {}
     for name in weights:

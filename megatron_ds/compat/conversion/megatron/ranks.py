@@ -37,7 +37,7 @@ def split_of(name: str, args: Mapping[str, Any]) -> tuple[int | None, int]:
 def merged(
     parts: Mapping[TensorPart, ByRank], args: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
-    """Return our name → logical tensor. Raises CheckpointError where ranks or experts are missing."""
+    """Return the mapping our name → logical tensor. Raises CheckpointError where ranks or experts are missing."""
     by_name: dict[str, dict[TensorPart, StoredTensor]] = {}
     for part, by_rank in parts.items():
         # Expert-parallel ranks hold copies of what is outside of experts.

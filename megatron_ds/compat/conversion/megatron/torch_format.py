@@ -183,7 +183,7 @@ def _collect(found: dict[TensorPart, ByRank], pairs: Chunk, file: RankFile) -> N
 def _optimizer(
     file: RankFile, placed: Sequence[Chunk], args: Mapping[str, Any]
 ) -> dict[str, dict[TensorPart, StoredTensor]]:
-    """Return kind → part → state of this rank's parameters; {} where none was saved."""
+    """Return the mapping kind → part → state of this rank's parameters; {} where none was saved."""
     # A file without optimizer has no state, and joined experts have no known layout.
     if file.content.get("optimizer") is None:
         return {}

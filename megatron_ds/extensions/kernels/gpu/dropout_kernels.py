@@ -138,6 +138,7 @@ def fill_keep_masks_(
     """
     samples, heads, rows, width = out.shape
     grid = _grid(rows, samples * heads)
+    # A thread writes as many neighbours as the width and the address allow.
     if picked is None:
         step = math.gcd(cols, NUMBERS, out.data_ptr() if has_memory(out) else 0)
         MASKS(
