@@ -104,6 +104,7 @@ class MetricSink:
     check    (RunConfig) -> None; raises ConfigError at the start of a run where nothing can be written
     require  () -> None; raises ConfigError where a package that it needs is not installed
     points   (RunConfig, id) -> `PointSink` of the curves of an engine; None: engines have no such sink
+    has_tags whether options of values that have a tag of their own have an effect where this sink is the only one
     """
 
     is_on: Callable[[Any], bool]
@@ -111,6 +112,7 @@ class MetricSink:
     check: Callable[[Any], None] | None = None
     require: Callable[[], None] | None = None
     points: Callable[[Any, str], Any] | None = None
+    has_tags: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,10 @@ class Feature:
     sinks      where metrics go
     commands   name → `commands.Command`, whose module is an absolute name
     observers  (RunConfig) -> `training.observer.Observer` on every rank, or None if it is off
+    outputs    (RunConfig, Mesh) -> None, on every rank before the model is built: raises ConfigError where a run could
+               not write or measure what it asks for
+    useless    () -> `config.sources.useless_options.Useless` rows: options that have no effect beside others
+    checksums  (RunConfig) -> whether the optimizer keeps a checksum of the gradients that a rank computed
     """
 
     name: str
@@ -181,6 +187,9 @@ class Feature:
     sinks: Sequence[MetricSink] = ()
     commands: Mapping[str, Any] = field(default_factory=dict)
     observers: Sequence[Callable[[Any], Any]] = ()
+    outputs: Callable[[Any, Any], None] | None = None
+    useless: Callable[[], Sequence[Any]] | None = None
+    checksums: Callable[[Any], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -319,6 +328,15 @@ def metric_sinks(config: Any) -> list[MetricSink]:
     for feature in features():
         found += [sink for sink in feature.sinks if sink.is_on(config)]
     return found
+
+
+def wants_checksums(config: Any) -> bool:
+    """Return whether a feature of a run compares the gradients of its ranks."""
+    return any(
+        feature.checksums(config)
+        for feature in features()
+        if feature.checksums is not None
+    )
 
 
 def objectives(config: Any) -> dict[str, Objective]:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,7 +63,6 @@ from .base_weights import (
 from .build import Replica, build_replica
 from .data_facts import require_same_data
 from .distributed import joined
-from .evaluation_tasks import check_evaluation_tasks
 from .foreign_checkpoints import folder_of_model, foreign_checkpoints
 from .from_checkpoint import (
     options_of_checkpoint,
@@ -74,8 +72,6 @@ from .from_checkpoint import (
 from .loaders import Loaders
 from .objective import Prepare, open_objective
 from .observe.log import Log, check_log, open_log
-from .observe.profile_check import check_profile
-from .observe.sink import check_folder
 from .observers import observers_of
 from .restart import continued
 from .run_checkpoint import (
@@ -512,17 +508,14 @@ def _open_data(
 
 
 def _check_outputs(config: RunConfig, mesh: Mesh) -> None:
-    """Raises ConfigError or CheckpointError when an output file or folder cannot be written, or a profile not be
-    made on the device."""
-    check_profile(config.profiler, mesh.device)
+    """Raises ConfigError or CheckpointError when an output file or folder cannot be written."""
+    for feature in features():
+        if feature.outputs is not None:
+            feature.outputs(config, mesh)
     if config.checkpoint.save:
         check_writable(place_of(config.checkpoint.save))
-    if config.logging.trace:
-        check_folder("--trace", Path(config.logging.trace))
     if mesh.rank == 0:
         check_log(config)
-        if config.train.eval_tasks:
-            check_evaluation_tasks()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from ..config import RunConfig
 from ..config.added_weights import FROZEN_BLOCK
 from ..errors import ConfigError
+from ..features import wants_checksums
 from ..optim import ParamGroup, param_groups_of
 from .exchange import GradientExchange
 from .layout import ALIGN
@@ -146,7 +147,7 @@ class ZeroSettings:
             persistence=zero.param_persistence_threshold,
             prefetch=zero.prefetch_bucket_size,
             offload=OffloadSettings.from_config(zero),
-            checksums=config.train.rerun_bad_steps,
+            checksums=wants_checksums(config),
             frozen_masters=added is None,
             frozen_blocks=FROZEN_BLOCKS[None if added is None else added.frozen_bits],
         )

@@ -54,7 +54,7 @@ ALLOWED = {
     "ops/block_layout.py": HOST,
     "ops/kernel_check.py:tensor_error": ONE_RANK,
     "planning/layer_costs.py:_now": ONE_RANK,
-    "training/replica_check.py:_digest": WAITED,
+    "extensions/guards/replica_check.py:_digest": WAITED,
     "training/run_checkpoint.py:not_finite": WAITED,
 }
 

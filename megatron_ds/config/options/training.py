@@ -7,7 +7,6 @@ from .cycle import ONE_CYCLE, RANGE_TEST
 from .muon import MuonConfig
 from .need import need
 from .option import DTYPE_NAMES, added_options, option
-from .task import TaskOptions
 
 # DeepSpeed's schedulers, which count steps.
 DEEPSPEED_STYLES = (
@@ -357,7 +356,9 @@ class OptimizerConfig(
 
 
 @dataclass(frozen=True)
-class TrainConfig(TaskOptions):
+class TrainConfig(
+    *added_options("train"),  # type: ignore[misc]  # base classes are found at run time
+):
     """Batch, length, evaluation, ways to end, recomputation.
 
     After parsing, micro_batch_size and global_batch_size are numbers, and gradient_accumulation_steps is
@@ -557,63 +558,10 @@ class TrainConfig(TaskOptions):
         help="What to do when the loss is not finite. It is printed, counted and located in both cases.",
         avoid="A run that continues rarely recovers.",
     )
-    skip_spikes: float | None = option(
-        None,
-        above=1,
-        help="Drop the update of a step, as after an overflow, when the norm of its gradient is more than this "
-        "factor times a quantile of the norms of recent updates. Its samples are recorded in metrics.jsonl.",
-        avoid="Samples of dropped steps are not trained on. A small factor drops good steps too: begin at 3.",
-    )
-    skip_spikes_quantile: float = option(
-        0.9,
-        above=0,
-        at_most=1,
-        needs=need("train.skip_spikes"),
-        help="The quantile of recent norms with which --skip-spikes compares: 0.5 is the median, 1 the maximum.",
-    )
-    skip_spikes_window: int = option(
-        128,
-        at_least=1,
-        unit="iterations",
-        needs=need("train.skip_spikes"),
-        help="Updates whose norms --skip-spikes keeps. It drops nothing before that many were made.",
-    )
-    skip_spikes_limit: int = option(
-        10,
-        at_least=1,
-        unit="iterations",
-        needs=need("train.skip_spikes"),
-        help="Stop the run with an error when --skip-spikes drops this many updates in a row.",
-    )
-    rerun_bad_steps: bool = option(
-        False,
-        help="Compute a step again, before its update, when its loss or gradient is not finite or it is a spike of "
-        "--skip-spikes, and compare the bits: a transient fault of the hardware is logged with its rank and the "
-        "run goes on with the gradients that repeat. Not after an overflow of dynamic loss scaling.",
-        avoid="Each step reads all gradients once more, for their checksum. On a GPU add --deterministic-mode: "
-        "other operations do not repeat their bits.",
-    )
-    rerun_steps_interval: int | None = option(
-        None,
-        at_least=1,
-        unit="iterations",
-        needs=need("train.rerun_bad_steps"),
-        help="With --rerun-bad-steps, compute also every step again that is a multiple of this, whatever its "
-        "result.",
-        avoid="A step that is computed again takes twice its time.",
-    )
     calculate_per_token_loss: bool = option(
         False,
         help="Give all tokens of a global batch the same weight, instead of all its micro-batches.",
         avoid="It only matters if micro-batches have different numbers of unmasked tokens.",
-    )
-    check_weight_hash_across_dp_replicas_interval: int | None = option(
-        None,
-        at_least=1,
-        unit="iterations",
-        help="Compare the weights of data-parallel ranks at steps that are a multiple of this, and stop if "
-        "they differ. With ZeRO stage 3 only those that are whole on every rank.",
-        avoid="It copies all weights to the host.",
     )
     deterministic_mode: bool = option(
         False,
