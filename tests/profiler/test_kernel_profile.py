@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_ds.extensions.profiler.profile_check import check_profile
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.profiler.kernel_profile import KernelProfile
 from megatron_ds.extensions.profiler.options import ProfilerConfig
+from megatron_ds.extensions.profiler.output_check import check_profile
 from megatron_ds.host import places
 from megatron_ds.host.places import PlaceWriter, read_places
 from tests.harness.pretraining import GLOBAL_BATCH, MOCK, train

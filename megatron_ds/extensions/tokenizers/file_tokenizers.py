@@ -12,16 +12,16 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...errors import DataError
-from ...host.regular_file import read_regular, read_text
-from .backend import LibraryTokenizer, library_panics
-from .base import (
+from ...data.tokenizers.base import (
     TOKENIZERS,
     Tokenizer,
     TokenizerOptions,
     fingerprint_of,
     required_files,
 )
+from ...errors import DataError
+from ...host.regular_file import read_regular, read_text
+from .backend import LibraryTokenizer, library_panics
 from .special_tokens import LARGEST, end_of_document, read_json_text
 
 if TYPE_CHECKING:

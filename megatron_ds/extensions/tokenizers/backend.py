@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ...data.tokenizers.base import Arrays, Tokenizer, flat
 from ...errors import ConfigError, DataError
-from .base import Arrays, Tokenizer, flat
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryModel
