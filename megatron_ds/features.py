@@ -146,6 +146,7 @@ class Feature:
     order      (RunConfig) -> `config.sample_order.SampleOrder`, if the samples of one epoch have an order of their own
     kept       (RunConfig) -> `progress.kept_tokens.KeptTokens`, if some blocks process a part of each sequence
     least_length  (RunConfig) -> tokens that a sequence must have at least for its options
+    described  (Replica, name of the launcher, RunConfig as given) -> what the run is, for the log of rank 0
     prepared   (Replica) -> what it has prepared for the first step, for the log; "" for nothing
     dry_run    (RunConfig, Launch) -> exit code: prints the plan of --dry-run
     synonyms   name of an option in other projects, with hyphens → its flag here, or a sentence
@@ -181,6 +182,7 @@ class Feature:
     order: Callable[[Any], Any | None] | None = None
     kept: Callable[[Any], Any | None] | None = None
     least_length: Callable[[Any], int] | None = None
+    described: Callable[[Any, str, Any], str] | None = None
     prepared: Callable[[Any], str] | None = None
     dry_run: Callable[[Any, Any], int] | None = None
     synonyms: Mapping[str, str] = field(default_factory=dict)

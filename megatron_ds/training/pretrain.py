@@ -93,7 +93,6 @@ from .samples import (
     rearranged,
     wanted_samples,
 )
-from .startup_text import describe
 from .trainer import Trainer
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
@@ -346,8 +345,9 @@ def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
     """Build the model and its optimizer, and describe them in the log. Collective over the world."""
     config = opened.config
     replica = build_replica(config, mesh, plan_replica(config, mesh))
-    if mesh.rank == 0:
-        logger.info("%s", describe(replica, source, opened.as_given))
+    for feature in features():
+        if mesh.rank == 0 and feature.described is not None:
+            logger.info("%s", feature.described(replica, source, opened.as_given))
     for feature in features():
         prepared = "" if feature.prepared is None else feature.prepared(replica)
         if prepared:

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.report.picture import (
+    LEFT,
+    RIGHT,
+    Panel,
+    layout,
+    save_png,
+    svg,
+)
 from megatron_ds.pipeline.instruction import COMPUTE, Instruction, Op, StageCosts
 from megatron_ds.pipeline.passes import lower
-from megatron_ds.pipeline.picture import LEFT, RIGHT, Panel, layout, save_png, svg
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
 from megatron_ds.pipeline.timeline import (

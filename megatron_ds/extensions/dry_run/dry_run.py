@@ -13,13 +13,13 @@ from ...config import RunConfig
 from ...config.training_schedule import make_batch_size
 from ...mpu.launch import Launch
 from ...mpu.managed_parameter import spec_of
-from ...pipeline.picture import draw
 from ...planning.fake_stages import FakeStage
 from ...planning.flops import layers_of_run, model_flops
 from ...planning.keep_gathered import is_automatic
 from ...planning.run_model import boundary_shape, last_step
 from ...planning.run_plan import order
 from ...planning.world_plan import WorldPlan, plan_world, with_vocabulary
+from ..report.picture import draw
 from .bytes_text import memory_text, traffic_text
 from .context_text import context_text
 from .device_fit import DeviceMemory, device_memory, fit_text, fits, remedies_text

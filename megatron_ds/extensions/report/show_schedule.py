@@ -19,9 +19,9 @@ from typing import Any
 
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.report.picture import Panel, draw, save_png, svg
 from megatron_ds.pipeline.instruction import Instruction, Op, StageCosts
 from megatron_ds.pipeline.passes import add_transfers
-from megatron_ds.pipeline.picture import Panel, draw, save_png, svg
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import Simulation, simulate
 from megatron_ds.pipeline.timeline import (

@@ -6,8 +6,8 @@ only where one of its own spellings was used. Notes are written as rules are; se
 
 from collections.abc import Iterator
 
-from .messages import Rule, problems_of
-from .run import RunConfig
+from ...config.messages import Rule, problems_of
+from ...config.run import RunConfig
 
 # Flags of Megatron-DeepSpeed that Megatron does not have.
 OF_DEEPSPEED = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .kernel_table import Implementation, Operation
+from ....ops.kernel_table import Implementation, Operation
 
 # Of the largest expected value: two roundings of a 16-bit result; sums of a few hundred products in fp32.
 TOLERANCES = {

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..mpu import collectives
-from ..mpu.group import Group
-from ..ops.logits import cross_entropy_facts
-from .cross_entropy import own_columns
-from .logits_in_chunks import LogitsInChunks
+from ...mpu import collectives
+from ...mpu.group import Group
+from ...ops.logits import cross_entropy_facts
+from ...tensor_parallel.cross_entropy import own_columns
+from ...tensor_parallel.logits_in_chunks import LogitsInChunks
 
 
 class TokenScores(NamedTuple):

@@ -52,10 +52,10 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 
 from ...errors import ScheduleError
-from ..instruction import Instruction, Op, Program, Schedule, StageCosts
-from ..passes import add_transfers
-from ..simulate import Simulation, run_clocks
-from . import schedule
+from ...pipeline.instruction import Instruction, Op, Program, Schedule, StageCosts
+from ...pipeline.passes import add_transfers
+from ...pipeline.schedules import schedule
+from ...pipeline.simulate import Simulation, run_clocks
 
 
 @schedule("zb-h1", peak=lambda p, m, v, rank: min(m, p))

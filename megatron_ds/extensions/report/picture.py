@@ -11,9 +11,9 @@ from html import escape
 from itertools import chain
 from pathlib import Path
 
-from ..errors import ConfigError
-from .instruction import COMPUTE, Instruction, Op, Program, Schedule
-from .simulate import Simulation, simulate
+from ...errors import ConfigError
+from ...pipeline.instruction import COMPUTE, Instruction, Op, Program, Schedule
+from ...pipeline.simulate import Simulation, simulate
 
 # of a rank's first, third … stage; of the others
 COLOURS = {

@@ -33,27 +33,20 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
-from ..host.direct_file import BLOCK, BlockFile, read_range
-from . import folder as folders
+from ...checkpoint import folder as folders
+from ...checkpoint.chunk_archive import Checksummed
+from ...checkpoint.chunk_file import new_file
+from ...checkpoint.disk_space import free_bytes
+from ...checkpoint.folder import TRACKER, name_of
+from ...errors import CheckpointError
+from ...host.direct_file import BLOCK, BlockFile, read_range
 from . import store_objects as objects
-from .chunk_archive import Checksummed
-from .chunk_file import new_file
-from .disk_space import free_bytes
-from .folder import TRACKER, name_of
 from .store_path import UPath
 
 COMMIT = ".commit"
 AT_ONCE = 8  # blocks that are read at the same time
 _COMMITTED = re.compile(rf"iter_(\d{{7,}}){re.escape(COMMIT)}")
 _FILES = re.compile(r"iter_\d{7,}\.[0-9a-f]{8}")
-
-
-def open_store(text: str) -> UPath:
-    """Return the place of "s3://bucket/run". Keys and endpoints are those of the environment, as of the
-    store's tools.
-    """
-    return UPath(text.rstrip("/"), use_listings_cache=False)
 
 
 @contextlib.contextmanager

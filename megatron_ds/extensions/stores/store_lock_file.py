@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable
 
+from ...checkpoint.lock_file import LOCK, LockFile, lock_file
 from . import store_objects as objects
-from .lock_file import LOCK, LockFile, lock_file
 from .store_path import UPath
 
 

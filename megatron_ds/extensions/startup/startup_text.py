@@ -8,19 +8,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import RunConfig
-from ..config.messages import value_text
-from ..config.moe_notes import moe_notes
-from ..config.run import RUN, non_default
-from ..config.sources.config_text import report_without_effect
-from ..host.allocator import allocator_text
-from ..models import Layer, build_stages
-from ..mpu.fake_group import fake_mesh
-from ..mpu.grid import Grid
-from ..mpu.managed_parameter import spec_of
-from ..planning.run_model import describe_layers
-from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
-from .build import Replica
+from ...config import RunConfig
+from ...config.messages import value_text
+from ...config.run import RUN, non_default
+from ...config.sources.config_text import report_without_effect
+from ...host.allocator import allocator_text
+from ...models import Layer, build_stages
+from ...mpu.fake_group import fake_mesh
+from ...mpu.grid import Grid
+from ...mpu.managed_parameter import spec_of
+from ...planning.run_model import describe_layers
+from ...planning.run_plan import RunPlan, microbatches_of, plan_schedule
+from ...training.build import Replica
+from .moe_notes import moe_notes
 
 SHARES = {
     "flops": "FLOPs",
@@ -140,7 +140,7 @@ def _activations(replica: Replica) -> dict[str, int]:
     if replica.mesh.device.type == "cpu":
         return {}
     # Loaded by runs on GPUs.
-    from ..planning.fake_stages import most_kept, run_own_stages
+    from ...planning.fake_stages import most_kept, run_own_stages
 
     # The order in which this rank computes, and what each of its stages keeps.
     schedule = plan_schedule(
@@ -429,8 +429,8 @@ def _schedule(
     if plan.shape.size == 1:
         return title
     # Loaded by runs with several pipeline ranks.
-    from ..pipeline.picture import draw
-    from ..pipeline.simulate import simulate
+    from ...pipeline.simulate import simulate
+    from ..report.picture import draw
 
     # The bubble is that of all micro-batches.
     costs = plan.stage_costs()
