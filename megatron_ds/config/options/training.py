@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from ...features import own_features
 from .cycle import ONE_CYCLE, RANGE_TEST
-from .muon import MuonConfig
 from .need import need
 from .option import DTYPE_NAMES, added_options, option
 
@@ -33,7 +32,6 @@ DECOUPLED_RATE = "decoupled"
 
 
 OPTIMIZERS = (
-    "adagrad",
     "sgd",
     *(name for feature in own_features() for name in feature.optimizers),
 )
@@ -41,7 +39,6 @@ OPTIMIZERS = (
 
 @dataclass(frozen=True)
 class OptimizerConfig(
-    MuonConfig,
     *added_options("optimizer"),  # type: ignore[misc]  # base classes are found at run time
 ):
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
@@ -50,7 +47,7 @@ class OptimizerConfig(
 
     optimizer: str = option(
         "adam",
-        help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, muon, "
+        help="Name of a registered optimizer: adam (decoupled weight decay), "
         f"{', '.join(OPTIMIZERS)} (docs/scale/optimizers.md).",
     )
     lr: float = option(
@@ -138,45 +135,6 @@ class OptimizerConfig(
         avoid="AdamW generalises better.",
     )
     sgd_momentum: float = option(0.9, at_least=0, below=1, help="Momentum (sgd only).")
-    lion_beta1: float = option(
-        0.95,
-        at_least=0,
-        below=1,
-        help="Weight of the momentum in the sign that is the update (lion only).",
-        avoid="The paper has 0.9, with --lion-beta2 0.99.",
-    )
-    lion_beta2: float = option(
-        0.98, at_least=0, below=1, help="Decay rate of the momentum (lion only)."
-    )
-    adagrad_eps: float = option(
-        1e-10,
-        above=0,
-        help="Added to the root of the sum of squared gradients (adagrad only).",
-    )
-    lamb_form: str = option(
-        "deepspeed",
-        choices=("deepspeed", "paper"),
-        help="Whether bias correction multiplies the step, as in DeepSpeed, which makes the first steps "
-        "smaller, or the moments, as in the paper (lamb only).",
-        avoid="A learning rate of one form does not suit the other.",
-    )
-    lamb_max_coeff: float = option(
-        10.0,
-        above=0,
-        json="optimizer.params.max_coeff",
-        help="Largest trust ratio, the norm of a weight over that of its update (lamb only).",
-    )
-    lamb_min_coeff: float = option(
-        0.01,
-        at_least=0,
-        json="optimizer.params.min_coeff",
-        help="Smallest trust ratio (lamb only).",
-    )
-    lamb_eps_inside_sqrt: bool = option(
-        False,
-        json="optimizer.params.eps_inside_sqrt",
-        help="Add --adam-eps to the second moment, before its root is taken (lamb only).",
-    )
     param_groups: tuple[str, ...] = option(
         (),
         flag="--param-group",

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..config import OptimizerConfig
-from ..ops.elementwise_updates import AdagradStep, adagrad
-from ..ops.update_rows import UpdateRow
-from .optimizers import OPTIMIZERS
-from .row_optimizer import RowOptimizer
+from ...config import OptimizerConfig
+from ...ops.elementwise_updates import AdagradStep, adagrad
+from ...ops.update_rows import UpdateRow
+from ...optim.optimizers import OPTIMIZERS
+from ...optim.row_optimizer import RowOptimizer
 
 
 class Adagrad(RowOptimizer):

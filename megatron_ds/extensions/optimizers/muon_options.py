@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .option import option
+from ...config.options.option import option
 
 COEFFICIENT_SETS = (
     "simple",

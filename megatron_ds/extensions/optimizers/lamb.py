@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from ..config import OptimizerConfig
-from .optimizers import OPTIMIZERS, Declared, OptimizerTraits
-from .part_optimizer import HalvedOptimizer, gradients_of
+from ...config import OptimizerConfig
+from ...optim.optimizers import OPTIMIZERS, Declared, OptimizerTraits
+from ...optim.part_optimizer import HalvedOptimizer, gradients_of
 
 Norms = Callable[
     [Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor]], torch.Tensor

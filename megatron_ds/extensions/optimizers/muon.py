@@ -3,7 +3,7 @@ optimizer for hidden layers in neural networks").
 
     m ← μ m + (1 - μ) g
     u = m, with Nesterov's momentum (1 - μ) g + μ m
-    p ← p (1 - lr wd) - lr · factor · scale · orthogonal(u)              ops/newton_schulz.py
+    p ← p (1 - lr wd) - lr · factor · scale · orthogonal(u)              extensions/optimizers/newton_schulz.py
 
 for each matrix, of o rows and i columns, of which a parameter consists (`ParamSpec.matrices`):
 
@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 
-from ..config import OptimizerConfig
-from ..mpu.param_spec import Matrices, ParamSpec
-from ..ops.newton_schulz import SETS, newton_schulz
-from .matrix_batches import HEADS, PARTS, WHOLE, change_matrices
-from .optimizers import (
+from ...config import OptimizerConfig
+from ...mpu.param_spec import Matrices, ParamSpec
+from ...optim.matrix_batches import HEADS, PARTS, WHOLE, change_matrices
+from ...optim.optimizers import (
     OPTIMIZERS,
     Declared,
     OptimizerTraits,
@@ -35,7 +34,8 @@ from .optimizers import (
     RegisteredOptimizer,
     default_groups,
 )
-from .part_optimizer import PartOptimizer, gradients_of
+from ...optim.part_optimizer import PartOptimizer, gradients_of
+from .newton_schulz import SETS, newton_schulz
 
 # for_each(change, unit, parts of updates, parameters) → the parts after `change` of the matrices.
 ForEachMatrix = Callable[
