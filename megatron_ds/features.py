@@ -96,6 +96,20 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class ChangedSamples:
+    """Samples of a run that are others than those of its corpora.
+
+    is_on     (RunConfig) -> whether the run has them
+    change    (`data.loading.datasets.Datasets`, RunConfig, Tokenizer) -> Datasets
+    identity  (RunConfig) -> plain values, with which a checkpoint that is loaded must agree
+    """
+
+    is_on: Callable[[Any], bool]
+    change: Callable[[Any, Any, Any], Any]
+    identity: Callable[[Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class MetricSink:
     """Where the metrics of a run go, besides the files of the log. On rank 0 alone.
 
@@ -142,6 +156,7 @@ class Feature:
                Its noun is the name of the feature
     unloadable (identity of a checkpoint, identity of the run or None where a whole model is wanted, folder) -> why its
                weights cannot be loaded, as sentences
+    samples    samples that are others than those of the corpora
     lengths    lengths of sequences that change from step to step
     order      (RunConfig) -> `config.sample_order.SampleOrder`, if the samples of one epoch have an order of their own
     kept       (RunConfig) -> `progress.kept_tokens.KeptTokens`, if some blocks process a part of each sequence
@@ -178,6 +193,7 @@ class Feature:
     after: Sequence[str] = ()
     added: Callable[[Any], Any | None] | None = None
     unloadable: Callable[[Mapping, Mapping | None, Any], Iterable[str]] | None = None
+    samples: ChangedSamples | None = None
     lengths: Lengths | None = None
     order: Callable[[Any], Any | None] | None = None
     kept: Callable[[Any], Any | None] | None = None
@@ -330,6 +346,12 @@ def metric_sinks(config: Any) -> list[MetricSink]:
     for feature in features():
         found += [sink for sink in feature.sinks if sink.is_on(config)]
     return found
+
+
+def changed_samples(config: Any) -> list[ChangedSamples]:
+    """Return the changes of samples that a configuration switches on."""
+    found = (feature.samples for feature in features())
+    return [one for one in found if one is not None and one.is_on(config)]
 
 
 def wants_checksums(config: Any) -> bool:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import DataConfig
+from ...config import DataConfig, RunConfig
+from ...data.kind import PAD, Dataset
+from ...data.loading.datasets import Datasets
+from ...data.tokenizers import Tokenizer
 from ...errors import ConfigError
-from ..kind import PAD, Dataset
-from ..tokenizers import Tokenizer
 
 LOST = "\ufffd"  # decoded from half a character
 
@@ -152,3 +153,16 @@ def _id_of(tokenizer: Tokenizer, flag: str, name: str) -> int:
             f"{tokenizer.vocab_size} tokens. Name a special token of the vocabulary, or give its id."
         )
     return ids[0]
+
+
+def rearranged(datasets: Datasets, config: RunConfig, tokenizer: Tokenizer) -> Datasets:
+    """Return the datasets with rearranged samples, each part with random numbers of its own."""
+    fim = make_fim(config.data, tokenizer)
+    return Datasets(
+        *(
+            None
+            if dataset is None
+            else FIMDataset(dataset, fim, config.train.seed + 1000 * part)
+            for part, dataset in enumerate(datasets)
+        )
+    )
