@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 
+from megatron_ds.extensions.report.trace_files import read_traces, steps_of
 from megatron_ds.pipeline.instruction import COMPUTE, Op
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES
-from megatron_ds.pipeline.timeline import read_traces, steps_of
 from tests.harness.pretraining import GLOBAL_BATCH, MOCK, run_pretrain, train
 
 pytestmark = pytest.mark.processes

@@ -18,7 +18,6 @@ from ...planning.flops import layers_of_run, model_flops
 from ...planning.keep_gathered import is_automatic
 from ...planning.run_model import boundary_shape, last_step
 from ...planning.run_plan import order
-from ...planning.world_plan import WorldPlan, plan_world, with_vocabulary
 from ..report.picture import draw
 from .bytes_text import memory_text, traffic_text
 from .context_text import context_text
@@ -27,6 +26,7 @@ from .expert_text import expert_rows, experts_text, has_experts
 from .grid_text import grid_text, is_tied
 from .kept_tokens import savings
 from .plan_tables import in_large, in_short, table
+from .world_plan import WorldPlan, plan_world, with_vocabulary
 
 logger = logging.getLogger(__name__)
 MOST_ROWS = 8

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ...config import OptimizerConfig
-from ...ops.elementwise_updates import AdagradStep, adagrad
 from ...ops.update_rows import UpdateRow
 from ...optim.optimizers import OPTIMIZERS
 from ...optim.row_optimizer import RowOptimizer
+from .elementwise_updates import AdagradStep, adagrad
 
 
 class Adagrad(RowOptimizer):

@@ -23,11 +23,11 @@ import torch
 from ...host import places
 from ...ops.widened_products import WORKSPACE
 from ...planning.fake_stages import LiveBytes
-from ...planning.world_plan import plan_world
 from ...training.build import Replica
 from ...training.moments import RunStart
 from ...training.observe.sink import reason_of
 from ...training.observer import LAST, Observer
+from ..dry_run.world_plan import plan_world
 from .memory_record import MemoryRecord
 from .options import ProfilerConfig
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from ...errors import DataError
 from ...host import places
-from ...pipeline.timeline import Entry, Timeline, write_trace
+from ...pipeline.timeline import Entry, Timeline
 from ...training.moments import RunStart
 from ...training.observe.sink import reason_of
 from ...training.observer import LAST, Observer
+from ..report.trace_files import write_trace
 
 logger = logging.getLogger(__name__)
 TRACED = (2, 3)  # the first step allocates and connects

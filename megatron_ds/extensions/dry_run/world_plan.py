@@ -5,21 +5,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..config import RunConfig, Source
-from ..data.tokenizers import build_tokenizer
-from ..errors import ConfigError, DataError
-from ..models import Layer
-from ..mpu.fake_group import fake_mesh
-from ..mpu.grid import Grid
-from ..mpu.group import RING_FACTOR
-from ..mpu.managed_parameter import spec_of
-from ..mpu.param_spec import ParamSpec
-from ..pipeline.instruction import COMPUTE, Schedule, StageCosts
-from ..pipeline.simulate import Simulation, simulate
-from .fake_stages import FakeStage, fake_stages
-from .rank_plan import RankPlan, data_groups, plan_rank
-from .run_model import describe_layers, last_step
-from .run_plan import RunPlan, microbatches_of, plan_run, plan_schedule
+from ...config import RunConfig, Source
+from ...data.tokenizers import build_tokenizer
+from ...errors import ConfigError, DataError
+from ...models import Layer
+from ...mpu.fake_group import fake_mesh
+from ...mpu.grid import Grid
+from ...mpu.group import RING_FACTOR
+from ...mpu.managed_parameter import spec_of
+from ...mpu.param_spec import ParamSpec
+from ...pipeline.instruction import COMPUTE, Schedule, StageCosts
+from ...pipeline.simulate import Simulation, simulate
+from ...planning.fake_stages import FakeStage, fake_stages
+from ...planning.rank_plan import RankPlan, data_groups, plan_rank
+from ...planning.run_model import describe_layers, last_step
+from ...planning.run_plan import RunPlan, microbatches_of, plan_run, plan_schedule
 
 
 @dataclass(frozen=True)

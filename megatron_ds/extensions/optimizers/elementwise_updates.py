@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .kernel_table import Operation, random_generator
-from .update_rows import UpdateRow, fp32
+from ...ops.kernel_table import Operation, random_generator
+from ...ops.update_rows import UpdateRow, fp32
 
 AT_A_TIME = 1 << 26  # elements whose temporaries exist at once, about
 
