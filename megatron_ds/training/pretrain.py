@@ -37,7 +37,7 @@ from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer
 from ..errors import ConfigError, DeviceMemoryError
-from ..features import features, missing_wings
+from ..features import Provided, features, missing_wings
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
@@ -103,6 +103,8 @@ KNOWN_NAMES: KnownNames = {
     "data.tokenizer_type": TOKENIZERS,
     "data.dataloader_type": ORDERS,
 }
+# (Loaders, the copy of the data that each rank has, Mesh) -> Loaders that compare what ranks read of them.
+SECOND_READING: Provided[Any] = Provided("second reading")
 logger = logging.getLogger(__name__)
 
 
@@ -318,9 +320,8 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     description |= {"planned_samples": planned}
     identity = description["identity"]
     copies = require_same_data(config, identity, tokenizer, loaders, world)
-    if copies is not None:
-        from .second_reading import with_second_reading
-
+    with_second_reading = None if copies is None else SECOND_READING.find()
+    if with_second_reading is not None:
         loaders = with_second_reading(loaders, copies, mesh)
     # The weights.
     if start.step is not None:

@@ -32,6 +32,12 @@ FEATURES = [
     Feature(
         "guards",
         extends={"train": GuardOptions},
+        provides={
+            "second reading": own(".second_reading:with_second_reading"),
+            "locator of values that are not finite": own(
+                ".nan_locator:locate_nonfinite"
+            ),
+        },
         checksums=lambda config: config.train.rerun_bad_steps,
         observers=[spikes, reruns, replicas],
     )

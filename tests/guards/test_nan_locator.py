@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.extensions.guards.nan_locator import locate_nonfinite
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.nan_locator import locate_nonfinite
 from tests.harness.model_runs import context_of
 from tests.planning.test_bert_plans import BASE
 

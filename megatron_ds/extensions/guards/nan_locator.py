@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from ..mpu.collectives import all_gather_object
-from ..mpu.host_reads import read_number
-from ..mpu.managed_parameter import spec_of
-from ..mpu.mesh import Mesh
+from ...mpu.collectives import all_gather_object
+from ...mpu.host_reads import read_number
+from ...mpu.managed_parameter import spec_of
+from ...mpu.mesh import Mesh
 
 
 def locate_nonfinite(

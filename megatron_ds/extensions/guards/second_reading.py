@@ -18,15 +18,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..batch.batch import Batch
-from ..data.kind import Collator, Dataset, Sample
-from ..data.loading.loader import Loader
-from ..errors import DataError
-from ..mpu.collectives import all_gather_object
-from ..mpu.mesh import Mesh
-from .loaders import Loaders
-from .sample_hash import hash_of_sample
-from .samples import SharedReader
+from ...batch.batch import Batch
+from ...data.kind import Collator, Dataset, Sample
+from ...data.loading.loader import Loader
+from ...errors import DataError
+from ...mpu.collectives import all_gather_object
+from ...mpu.mesh import Mesh
+from ...training.loaders import Loaders
+from ...training.sample_hash import hash_of_sample
+from ...training.samples import SharedReader
 
 COMPARED = 16
 # position in the stream of the run → hash of the sample
