@@ -250,7 +250,7 @@ _LOADED = _Loaded()
 
 
 def features() -> tuple[Feature, ...]:
-    """Return all features, those of installed distributions first.
+    """Return all features, those of the wings first.
 
     Raises ConfigError if an installed one cannot be imported.
     """
