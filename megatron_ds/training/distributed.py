@@ -15,9 +15,10 @@ from ..host import places
 from ..host.allocator import set_allocator
 from ..mpu import launch as launching
 from ..mpu.agreement import require_agreement
-from ..mpu.launch import Launch, connect_torch
+from ..mpu.launch_facts import Launch
 from ..mpu.mesh import GETTER_GROUPS, Mesh, set_mesh
 from ..mpu.nccl_settings import NcclSettings
+from ..mpu.process_groups import connect_torch
 from ..planning.run_model import DTYPES, boundary_shape
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import on_all_ranks, on_one_rank
 from ..mpu.collectives import all_gather_object
-from ..mpu.launch import Launch
+from ..mpu.launch_facts import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES

@@ -10,7 +10,7 @@ import torch
 from megatron_ds.config.options.profiler import ProfilerConfig
 from megatron_ds.errors import ConfigError
 from megatron_ds.host import places
-from megatron_ds.host.places import PlaceWriter, read_places
+from megatron_ds.host.place_file import PlaceWriter, read_places
 from megatron_ds.training.observe.kernel_profile import KernelProfile
 from megatron_ds.training.observe.profile_check import check_profile
 from tests.harness.pretraining import GLOBAL_BATCH, MOCK, train
