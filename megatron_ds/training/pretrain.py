@@ -62,7 +62,6 @@ from .base_weights import (
     started_from_pretrained,
 )
 from .build import Replica, build_replica
-from .data_facts import require_same_data
 from .distributed import joined
 from .evaluation_tasks import check_evaluation_tasks
 from .foreign_checkpoints import folder_of_model, foreign_checkpoints
@@ -322,7 +321,11 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     description = describe_run(config, recorded, tokenizer, start.run_id)
     description |= {"planned_samples": planned}
     identity = description["identity"]
-    copies = require_same_data(config, identity, tokenizer, loaders, world)
+    copies = None
+    if world.size > 1:
+        from .data_facts import require_same_data
+
+        copies = require_same_data(config, identity, tokenizer, loaders, world)
     if copies is not None:
         from .second_reading import with_second_reading
 
