@@ -35,7 +35,7 @@ from ..checkpoint.save import Saving
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
 from ..config.options.training import CheckpointConfig
-from ..config.sources.config_text import to_dict
+from ..config.saved_values import to_dict
 from ..data.loading.datasets import identify
 from ..data.loading.sources import parse_split, read_sources
 from ..data.tokenizers import Tokenizer

@@ -495,7 +495,7 @@ def test_metrics_called_like_lengths_are_lengths_and_others_choose_samples(read,
 
 
 def test_a_curriculum_survives_run_json(read):
-    from megatron_ds.config.sources.config_text import from_dict, to_dict
+    from megatron_ds.config.saved_values import from_dict, to_dict
 
     config = read(sampling({"rarity": RARITY}), *RUN, *CORPUS)
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config

@@ -1,11 +1,11 @@
 """The data paths of a run, from the data flags, the files that they name, and --split.
 
-    --data-path 0.3 a 0.7 b
-    --data-path 0.3 0:0.6 a 0.7 b     of a the first 60 % of its documents
-    --data-path @FILE                 the words in a file, also in the form of BigScience's fork
-    --data-args-path FILE             the same in a file, on any number of lines
-    --train-data-path a --valid-…     a path for each part
-    --per-split-data-args-path FILE   {"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": []}
+--data-path 0.3 a 0.7 b
+--data-path 0.3 0:0.6 a 0.7 b     of a the first 60 % of its documents
+--data-path @FILE                 the words in a file, also in the form of BigScience's fork
+--data-args-path FILE             the same in a file, on any number of lines
+--train-data-path a --valid-…     a path for each part
+--per-split-data-args-path FILE   {"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": []}
 """
 
 import json
