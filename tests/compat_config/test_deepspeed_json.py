@@ -430,9 +430,7 @@ def test_the_legacy_block_is_a_curriculum_over_lengths(read):
         16,
         2.0,
     )
-    from megatron_ds.extensions.data_efficiency.options import (
-        length_difficulty,
-    )
+    from megatron_ds.extensions.data_efficiency.curricula import length_difficulty
 
     assert [
         length_difficulty(curriculum, 1024).at(step) for step in (1, 13, 50, 99)
