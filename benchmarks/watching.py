@@ -26,8 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ds.extensions.profiler.communication_log import CommunicationLog
 from megatron_ds.host import place_file, places
-from megatron_ds.mpu.communication_log import CommunicationLog
 from megatron_ds.training import pretrain as run
 from megatron_ds.training import trainer
 from megatron_ds.training.observe.log import Log

@@ -89,7 +89,7 @@ class Work(Waitable, Protocol):
 
 
 class TrafficLog(Protocol):
-    """Records what a `Traffic` counts (communication_log.py)."""
+    """Records what a `Traffic` counts."""
 
     def start(
         self,

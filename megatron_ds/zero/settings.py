@@ -14,6 +14,7 @@ import torch
 
 from ..config import RunConfig, ZeroConfig
 from ..errors import ConfigError
+from ..features import wants_checksums
 from ..optim import ParamGroup, param_groups_of
 from .exchange import GradientExchange
 from .layout import ALIGN
@@ -136,7 +137,7 @@ class ZeroSettings:
             persistence=zero.param_persistence_threshold,
             prefetch=zero.prefetch_bucket_size,
             offload=OffloadSettings.from_config(zero),
-            checksums=config.train.rerun_bad_steps,
+            checksums=wants_checksums(config),
             frozen_masters=added is None,
             frozen_blocks=_frozen(None if added is None else added.frozen_bits),
         )

@@ -9,9 +9,9 @@ from torch import nn
 
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.optimizers.newton_schulz import SETS
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec
-from megatron_ds.ops.newton_schulz import SETS
 from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer, default_groups
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.layout import SlotPiece

@@ -3,14 +3,17 @@ DeepSpeedCPUAdam are in ops/adam.py.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from ...errors import ConfigError
-from ...optim.adagrad import Adagrad
-from ...optim.lamb import Lamb, LambRule
-from ...optim.lion import Lion
+from ...features import Provided
+
+# A module of `Adagrad`, `Lamb`, `LambRule` and `Lion`.
+CLASSES: Provided[Any] = Provided("optimizer classes")
+classes = CLASSES.get()
 
 
-class FusedLion(Lion):
+class FusedLion(classes.Lion):
     """`Lion` with DeepSpeed's arguments. set_grad_none has no effect."""
 
     def __init__(
@@ -39,7 +42,7 @@ class DeepSpeedCPULion(FusedLion):
         super().__init__(model_params, lr, betas, weight_decay)
 
 
-class DeepSpeedCPUAdagrad(Adagrad):
+class DeepSpeedCPUAdagrad(classes.Adagrad):
     """`Adagrad` with DeepSpeed's arguments."""
 
     def __init__(
@@ -55,7 +58,7 @@ class DeepSpeedCPUAdagrad(Adagrad):
         super().__init__(model_params, lr, eps, weight_decay)
 
 
-class FusedLamb(Lamb):
+class FusedLamb(classes.Lamb):
     """`Lamb` with DeepSpeed's arguments, for whole parameters. set_grad_none has no effect.
 
     An engine makes its own, from "optimizer" in the JSON.
@@ -81,7 +84,7 @@ class FusedLamb(Lamb):
                 "FusedLamb(max_grad_norm=…, amsgrad=…) is not supported. Leave them out; "
                 '"gradient_clipping" in the config clips.'
             )
-        rule = LambRule(
+        rule = classes.LambRule(
             bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt
         )
         super().__init__(

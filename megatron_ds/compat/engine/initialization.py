@@ -313,7 +313,7 @@ def _build_engine(
     engine = kind(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)
     connect_routers(engine)
-    record_communication(settings.profiler, world)
+    record_communication(settings, world)
     for p in model.parameters():
         vars(p)["engine"] = weakref.ref(engine)  # for zero.GatheredParameters
         if type(p) in (nn.Parameter, ManagedParameter) and (p.requires_grad or layers):

@@ -97,6 +97,8 @@ KEYS = {
     "optimizer.lr_decay_style": "scheduler.type",
     "optimizer.lr_warmup_iters": "scheduler.params.warmup_num_steps",
     "optimizer.min_lr": "scheduler.params.cos_min_ratio",
+    "logging.tensorboard_dir": "tensorboard.output_path",
+    "logging.csv_monitor_dir": "csv_monitor.output_path",
     "optimizer.lr_warmup_init": "scheduler.params.warmup_min_lr",
 }
 # Schedulers that must know where the decay ends.

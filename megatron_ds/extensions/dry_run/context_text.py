@@ -21,8 +21,8 @@ from ...models.core_choice import make_core
 from ...mpu.fake_group import fake_mesh
 from ...planning.fake_stages import without_memory
 from ...planning.run_model import DTYPES, last_step, parallel_context
-from ...planning.world_plan import WorldPlan
 from .plan_tables import in_bytes
+from .world_plan import WorldPlan
 
 
 def attention_bytes(plan: WorldPlan, config: RunConfig | None = None) -> float:

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 from ...features import Feature, Later
+from .options import TaskOptions
 
 own = partial(Later, __package__)
 TASKS_OF_RUN = own(".tasks_of_run:TasksOfRun")
@@ -17,7 +18,8 @@ def tasks_of_run(config: Any) -> Any | None:
 FEATURES = [
     Feature(
         "evaluation",
-        provides={"evaluation check": own(".harness:check_harness")},
+        extends={"train": TaskOptions},
+        outputs=own(".harness:check_outputs"),
         observers=[tasks_of_run],
     )
 ]
