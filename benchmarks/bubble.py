@@ -28,8 +28,8 @@ from megatron_ds.extensions.report.trace_files import as_simulation, write_trace
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.context import new_parameter
 from megatron_ds.mpu.group import Group
-from megatron_ds.mpu.launch import connect_torch
 from megatron_ds.mpu.param_spec import Init, ParamSpec
+from megatron_ds.mpu.process_groups import connect_torch
 from megatron_ds.pipeline.executor import Executor
 from megatron_ds.pipeline.instruction import Op, StageCosts
 from megatron_ds.pipeline.passes import lower

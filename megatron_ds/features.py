@@ -258,6 +258,16 @@ def features() -> tuple[Feature, ...]:
     return tuple(_LOADED.features)
 
 
+def rules_if(
+    is_on: Callable[[Any], bool], *rules: Callable[[Any], Iterable[str]]
+) -> tuple[Callable[[Any], Iterable[str]], ...]:
+    """Return rules that have nothing to say unless `is_on` (RunConfig), so that their module is loaded only then."""
+    return tuple(
+        lambda config, rule=rule: rule(config) if is_on(config) else ()
+        for rule in rules
+    )
+
+
 class Provided(Generic[T]):
     """An object that the core takes from a feature, and does without where none has it.
 

@@ -43,7 +43,7 @@ from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import on_all_ranks, on_one_rank
 from ..mpu.collectives import all_gather_object
-from ..mpu.launch import Launch
+from ..mpu.launch_facts import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
@@ -61,7 +61,6 @@ from .base_weights import (
     started_from_pretrained,
 )
 from .build import Replica, build_replica
-from .data_facts import require_same_data
 from .distributed import joined
 from .foreign_checkpoints import folder_of_model, foreign_checkpoints
 from .from_checkpoint import (
@@ -319,7 +318,11 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     description = describe_run(config, recorded, tokenizer, start.run_id)
     description |= {"planned_samples": planned}
     identity = description["identity"]
-    copies = require_same_data(config, identity, tokenizer, loaders, world)
+    copies = None
+    if world.size > 1:
+        from .data_facts import require_same_data
+
+        copies = require_same_data(config, identity, tokenizer, loaders, world)
     with_second_reading = None if copies is None else SECOND_READING.find()
     if with_second_reading is not None:
         loaders = with_second_reading(loaders, copies, mesh)

@@ -35,9 +35,9 @@ from ..checkpoint.save import Saving
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
 from ..config.options.training import CheckpointConfig
-from ..config.sources.config_text import to_dict
-from ..data.loading.blend import parse_split, read_sources
+from ..config.saved_values import to_dict
 from ..data.loading.datasets import identify
+from ..data.loading.sources import parse_split, read_sources
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError, ConfigError, MismatchError
 from ..features import changed_samples, record

@@ -16,7 +16,7 @@ from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer, default_groups
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.layout import SlotPiece
 from megatron_ds.zero.matrix_owners import MatrixEntry
-from megatron_ds.zero.norm import NormEntry, ParameterNorms
+from megatron_ds.zero.parameter_norms import NormEntry, ParameterNorms
 from megatron_ds.zero.shard_optimizer import ShardOptimizer, make_leaf
 from megatron_ds.zero.whole_matrices import WholeMatrices
 from tests.harness.plain_optimizers import PlainLamb, PlainLion, PlainMuon

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.data.samples import gpt_data
-from megatron_ds.data.samples.gpt_data import open_gpt_dataset
+from megatron_ds.data.samples.gpt_corpus import open_gpt_dataset
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.errors import DataError
 from tests.harness.limits import HUNG

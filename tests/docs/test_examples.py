@@ -13,10 +13,8 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.data.tokenizers import TOKENIZERS
-from megatron_ds.extensions.data_efficiency.options import (
-    CurriculumConfig,
-    length_difficulty,
-)
+from megatron_ds.extensions.data_efficiency.curricula import length_difficulty
+from megatron_ds.extensions.data_efficiency.options import CurriculumConfig
 from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.models.identity import model_identity, with_positions_of
 from tests.harness.documents import ROOT, blocks_of, check_printed, environment

@@ -22,7 +22,7 @@ from megatron_ds.extensions.generation import generate_text
 from megatron_ds.extensions.generation.model_text import end_tokens, text_ids
 from megatron_ds.extensions.serving import serve
 from megatron_ds.extensions.tokenizers.file_tokenizers import HuggingFaceTokenizer
-from megatron_ds.mpu.launch import Launch
+from megatron_ds.mpu.launch_facts import Launch
 from megatron_ds.mpu.mesh import Mesh
 from tests.evaluation.test_evaluation_harness import folder_of, theirs
 from tests.generation.test_generator import led

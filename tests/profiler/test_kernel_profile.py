@@ -12,7 +12,7 @@ from megatron_ds.extensions.profiler.kernel_profile import KernelProfile
 from megatron_ds.extensions.profiler.options import ProfilerConfig
 from megatron_ds.extensions.profiler.output_check import check_profile
 from megatron_ds.host import places
-from megatron_ds.host.places import PlaceWriter, read_places
+from megatron_ds.host.place_file import PlaceWriter, read_places
 from tests.harness.pretraining import GLOBAL_BATCH, MOCK, train
 
 pytestmark = pytest.mark.processes

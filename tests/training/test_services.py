@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.sources.config_text import from_dict, to_dict
+from megatron_ds.config.saved_values import from_dict, to_dict
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.curves.tensorboard import scalars_of
 from megatron_ds.extensions.services.options import ServiceOptions

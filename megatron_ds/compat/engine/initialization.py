@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ...config import RunConfig
-from ...config.sources.config_text import report_without_effect
 from ...config.sources.reading import SourceReading
+from ...config.sources.without_effect import report_without_effect
 from ...errors import ArgumentError, ConfigError
 from ...launch_env import local_rank_contradiction, with_local_rank
 from ...mpu.agree import on_all_ranks

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from ...features import objectives
 from ..messages import divisors, either, flag, neighbours
+from ..options.cycle import ONE_CYCLE, RANGE_TEST
 from ..options.training import DEEPSPEED_STYLES
 from ..run import RunConfig, all_options
 from ..training_schedule import counts_tokens, parse_batch_steps
-from .cycle import cycles
 from .optimizer import optimizer_options
 
 WARMUP_STYLES = tuple(style for style in DEEPSPEED_STYLES if style.startswith("Warmup"))
@@ -334,7 +334,10 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
         )
     if rate.lr_decay_style in DEEPSPEED_STYLES:
         yield from _deepspeed_style(config)
-    yield from cycles(config)
+    if config.optimizer.lr_decay_style in (ONE_CYCLE, RANGE_TEST):
+        from .cycle import cycles
+
+        yield from cycles(config)
 
 
 def _decoupled(config: RunConfig) -> Iterator[str]:

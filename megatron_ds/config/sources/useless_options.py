@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ...features import features, metric_sinks
 from ..messages import written
-from ..rules.uneven_stages import ACCOUNTS
+from ..options.parallel import ACCOUNTS
 from ..run import RunConfig, Source, all_options
 
 QUANTIZED = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients")

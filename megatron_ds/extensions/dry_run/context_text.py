@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ...config import RunConfig, Source
-from ...config.rules.layout import context_parallel
+from ...config.rules.context_parallel import context_parallel
 from ...models import MODELS, Layer
 from ...models.attention import attend, attend_again
 from ...models.context_attention import COMM_TYPES

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ...config import RunConfig
 from ...config.training_schedule import make_batch_size
-from ...mpu.launch import Launch
+from ...mpu.launch_facts import Launch
 from ...mpu.managed_parameter import spec_of
 from ...planning.fake_stages import FakeStage
 from ...planning.flops import layers_of_run, model_flops

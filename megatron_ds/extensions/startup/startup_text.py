@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...config import RunConfig
 from ...config.messages import value_text
 from ...config.run import RUN, non_default
-from ...config.sources.config_text import report_without_effect
+from ...config.sources.without_effect import report_without_effect
 from ...host.allocator import allocator_text
 from ...models import Layer, build_stages
 from ...mpu.fake_group import fake_mesh
@@ -20,7 +20,6 @@ from ...mpu.managed_parameter import spec_of
 from ...planning.run_model import describe_layers
 from ...planning.run_plan import RunPlan, microbatches_of, plan_schedule
 from ...training.build import Replica
-from .moe_notes import moe_notes
 
 SHARES = {
     "flops": "FLOPs",
@@ -299,6 +298,10 @@ def ranges_text(numbers: Sequence[int]) -> str:
 
 def notes_text(config: RunConfig) -> str:
     """Differences of layers with experts from those of Megatron and DeepSpeed; empty without any."""
+    if not config.model.num_experts:
+        return ""
+    from .moe_notes import moe_notes
+
     lines = ["experts, compared with Megatron and DeepSpeed:"]
     for note in moe_notes(config):
         filled = textwrap.fill(
