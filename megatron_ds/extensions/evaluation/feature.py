@@ -7,7 +7,14 @@ from ...features import Feature, Later
 from .options import TaskOptions
 
 own = partial(Later, __package__)
+HARNESS = own(".harness:check_outputs")
 TASKS_OF_RUN = own(".tasks_of_run:TasksOfRun")
+
+
+def _check(config: Any, mesh: Any) -> None:
+    """Check that --eval-tasks can be evaluated."""
+    if config.train.eval_tasks:
+        HARNESS(config, mesh)
 
 
 def tasks_of_run(config: Any) -> Any | None:
@@ -19,7 +26,7 @@ FEATURES = [
     Feature(
         "evaluation",
         extends={"train": TaskOptions},
-        outputs=own(".harness:check_outputs"),
+        outputs=_check,
         observers=[tasks_of_run],
     )
 ]

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from ...features import ChangedSamples, Feature, Later
+from ...features import ChangedSamples, Feature, Later, rules_if
 from .options import FimOptions
 
 own = partial(Later, __package__)
@@ -29,7 +29,7 @@ FEATURES = [
     Feature(
         "fim",
         extends={"data": FimOptions},
-        rules=(own(".rules:documents"),),
+        rules=rules_if(lambda config: config.data.fim_data, own(".rules:documents")),
         samples=ChangedSamples(
             is_on=lambda config: config.data.fim_data,
             change=own(".fill_in_middle:rearranged"),

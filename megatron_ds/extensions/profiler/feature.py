@@ -4,11 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...features import Feature, Later
+from ...features import Feature, Later, rules_if
 from .log_options import TO_TENSORBOARD, MeasuredLogOptions
 from .options import ProfilerConfig
 
 own = partial(Later, __package__)
+OUTPUTS = own(".output_check:check_outputs")
 Wish = Callable[[Any], Any]
 
 
@@ -47,14 +48,27 @@ OBSERVERS = {
     own(".trace:TracedSteps"): lambda config: config.logging.trace,
 }
 
+
+def _measures(config: Any) -> bool:
+    """Return whether an option about measurements is given."""
+    wanted = config.of(ProfilerConfig) != ProfilerConfig()
+    return wanted or bool(config.logging.trace_steps)
+
+
+def _check_outputs(config: Any, mesh: Any) -> None:
+    """Check that a profile can be had, and the trace be written."""
+    if _of("profile")(config) or config.logging.trace:
+        OUTPUTS(config, mesh)
+
+
 FEATURES = [
     Feature(
         "profiler",
         title="Measurements",
         options=ProfilerConfig,
         extends={"logging": MeasuredLogOptions},
-        rules=(own(".rules:traces"), own(".rules:profiles")),
-        outputs=own(".output_check:check_outputs"),
+        rules=rules_if(_measures, own(".rules:traces"), own(".rules:profiles")),
+        outputs=_check_outputs,
         useless=own(".useless:rows"),
         provides={"communication log": own(".comms_log")},
         observers=[_switched_on(*row) for row in OBSERVERS.items()],
