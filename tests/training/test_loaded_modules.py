@@ -54,12 +54,12 @@ UNUSED = (
     "extensions.guards.rerun",
     "zero.gathering",
     "zero.number_blocks",
-    "zero.offload",
+    "zero.sub_groups",
     "zero.sharded_parameters",
     "zero.whole_matrices",
 )
 # What declares a feature is read at every start.
-DECLARATIONS = ("feature",)
+DECLARATIONS = ("feature", "options")
 
 
 def test_a_plain_run_loads_nothing_of_what_it_does_not_use(tmp_path):
