@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from ...features import ChangedSamples, Feature, Later
+from ...features import ChangedSamples, Feature, Later, rules_if
 from .options import FimOptions
 
 own = partial(Later, __package__)
@@ -19,6 +19,10 @@ IN_IDENTITY = (
 )
 
 
+def _is_on(config: Any) -> bool:
+    return config.data.fim_data
+
+
 def identity(config: Any) -> dict[str, Any]:
     """Return the options that change what becomes of a document."""
     values = [getattr(config.data, name) for name in IN_IDENTITY]
@@ -29,9 +33,9 @@ FEATURES = [
     Feature(
         "fim",
         extends={"data": FimOptions},
-        rules=(own(".rules:documents"),),
+        rules=rules_if(_is_on, own(".rules:documents")),
         samples=ChangedSamples(
-            is_on=lambda config: config.data.fim_data,
+            is_on=_is_on,
             change=own(".fill_in_middle:rearranged"),
             identity=identity,
         ),

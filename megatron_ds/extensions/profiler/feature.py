@@ -4,11 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...features import Feature, Later
-from .log_options import TO_TENSORBOARD, MeasuredLogOptions
-from .options import ProfilerConfig
+from ...features import NO_TAGS, Feature, Later, rules_if
+from .options import TO_TENSORBOARD, MeasuredLogOptions, ProfilerConfig
 
 own = partial(Later, __package__)
+CHECK_OUTPUTS = own(".output_check:check_outputs")
 Wish = Callable[[Any], Any]
 
 
@@ -33,6 +33,12 @@ def _logs_numbers(config: Any) -> bool:
     return wanted.log_params_norm or any(config.get(path) for path in TO_TENSORBOARD)
 
 
+def check_outputs(config: Any, mesh: Any) -> None:
+    """Raises ConfigError where --profile cannot be had on the device, or nothing can be written in --trace."""
+    if _of("profile")(config) or config.logging.trace:
+        CHECK_OUTPUTS(config, mesh)
+
+
 # In the order in which they are called.
 OBSERVERS = {
     own(".phase_times:TimedPhases"): _times_phases,
@@ -53,9 +59,13 @@ FEATURES = [
         title="Measurements",
         options=ProfilerConfig,
         extends={"logging": MeasuredLogOptions},
-        rules=(own(".rules:traces"), own(".rules:profiles")),
-        outputs=own(".output_check:check_outputs"),
-        useless=own(".useless:rows"),
+        rules=(
+            *rules_if(lambda config: config.logging.trace_steps, own(".rules:traces")),
+            *rules_if(_of("grad_noise_scale"), own(".rules:noise")),
+            *rules_if(_of("autotuning"), own(".rules:measured_steps")),
+        ),
+        outputs=check_outputs,
+        useless=((TO_TENSORBOARD, NO_TAGS),),
         provides={"communication log": own(".comms_log")},
         observers=[_switched_on(*row) for row in OBSERVERS.items()],
     )
