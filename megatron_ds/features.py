@@ -152,7 +152,7 @@ class Feature:
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
     registers  noun of a registry → name of an entry → the module that registers it, imported when the entry is used;
-               of an alias, the name of the entry
+               of an alias, that module or the name of the entry
     optimizers name of an optimizer that it registers → its `config.optimizer_facts.OptimizerFacts`
     models     name of a model that it registers → `config.model_facts.ModelFacts`, where they are not those of a GPT
     objective  what the run is trained for in place of the model's own loss

@@ -9,6 +9,7 @@ from .options import TO_TENSORBOARD, MeasuredLogOptions, ProfilerConfig
 
 own = partial(Later, __package__)
 CHECK_OUTPUTS = own(".output_check:check_outputs")
+A_FEW_STEPS = "a few steps are profiled with --profile --use-pytorch-profiler"
 Wish = Callable[[Any], Any]
 
 
@@ -66,6 +67,7 @@ FEATURES = [
         ),
         outputs=check_outputs,
         useless=((TO_TENSORBOARD, NO_TAGS),),
+        synonyms=dict.fromkeys(("profiler", "torch-profiler"), A_FEW_STEPS),
         provides={"communication log": own(".comms_log")},
         observers=[_switched_on(*row) for row in OBSERVERS.items()],
     )
