@@ -20,7 +20,7 @@ from megatron_ds.extensions.dry_run.startup_text import (
     notes_text,
     ranges_text,
 )
-from megatron_ds.training.run_checkpoint import describe_run
+from megatron_ds.training.run_description import describe_run
 from tests.config.test_config_messages import GOOD
 
 pytestmark = pytest.mark.plan

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.host import memory_maps as host_memory
+from megatron_ds.host import shared_pages as host_memory
 from megatron_ds.host.shared_pages import PAGE, Mapping, Part, share_pages
 from megatron_ds.mpu.collectives import barrier, share_memory
 from megatron_ds.zero.disk_tier import DiskTier
