@@ -11,9 +11,12 @@ from ...features import Provided
 # A module of `Adagrad`, `Lamb`, `LambRule` and `Lion`.
 CLASSES: Provided[Any] = Provided("optimizer classes")
 classes = CLASSES.get()
+Adagrad: Any = classes.Adagrad
+Lamb: Any = classes.Lamb
+Lion: Any = classes.Lion
 
 
-class FusedLion(classes.Lion):
+class FusedLion(Lion):
     """`Lion` with DeepSpeed's arguments. set_grad_none has no effect."""
 
     def __init__(
@@ -42,7 +45,7 @@ class DeepSpeedCPULion(FusedLion):
         super().__init__(model_params, lr, betas, weight_decay)
 
 
-class DeepSpeedCPUAdagrad(classes.Adagrad):
+class DeepSpeedCPUAdagrad(Adagrad):
     """`Adagrad` with DeepSpeed's arguments."""
 
     def __init__(
@@ -58,7 +61,7 @@ class DeepSpeedCPUAdagrad(classes.Adagrad):
         super().__init__(model_params, lr, eps, weight_decay)
 
 
-class FusedLamb(classes.Lamb):
+class FusedLamb(Lamb):
     """`Lamb` with DeepSpeed's arguments, for whole parameters. set_grad_none has no effect.
 
     An engine makes its own, from "optimizer" in the JSON.
