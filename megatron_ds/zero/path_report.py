@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..errors import CallError, CommunicationError, MegatronDSError
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
-from .unused import Rule
 
 MOST_NAMED = 8
 logger = logging.getLogger(__name__)
 
 
 def report_paths(
-    rule: Rule,
+    rule: str,
     received: dict[str, bool],
     path: Sequence[str],
     data: Group,
