@@ -520,6 +520,7 @@ class ZeroOptimizer:
 
         moments: see `count_gathers`; needed if stages share parameters, because their order matters then
         """
+        # How often the units of ZeRO 3 are gathered.
         gathers: Mapping[Any, int] = {}
         if self._gathering:
             from .gather_counts import count_gathers
@@ -528,6 +529,7 @@ class ZeroOptimizer:
                 self._gathering,
                 moments or in_turn(self._gathering, microbatches, keeps_gathered),
             )
+        # What is sent of each set, and what an update rule sends besides.
         itemsize = self.sets[0].parameters[0].dtype.itemsize if self.sets else 0
         rule = self.settings.update_rule
         sent = predict_traffic(

@@ -106,5 +106,7 @@ def _refused(without: Mapping[str, list[int]]) -> str | None:
 
 def _list(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    more = ""
+    if len(ranks) > MOST_NAMED:
+        more = f" and {len(ranks) - MOST_NAMED} more"
     return ", ".join(map(str, ranks[:MOST_NAMED])) + more

@@ -1,7 +1,7 @@
 """A run loads the modules that it uses: a plain GPT on one rank none of experts, of other programs' files, of several
 ranks' schedules and attention, of checkpoints, corpora and offloading without them, and of features that are off.
 
-`python tools/loaded_modules.py pretrain_gpt.py …` prints what a run loads, and which import brings it."""
+`python -m tests.harness.loaded_modules pretrain_gpt.py …` prints what a run loads, and which import brings it."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from tests.harness.pretraining import MOCK
 pytestmark = pytest.mark.processes
 
 PROGRAM = """import atexit, json, runpy, sys
-from tools.loaded_modules import loaded
+from tests.harness.loaded_modules import loaded
 atexit.register(lambda: print(json.dumps(loaded(sys.modules)), file=sys.stderr))
 sys.argv[:] = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")"""

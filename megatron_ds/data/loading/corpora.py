@@ -150,7 +150,9 @@ class CorpusBuilder:
         self.is_default = self.is_divided and data.split is None
         self._corpora: dict[str, IndexedDataset] = {}
 
-    def dataset(self, part: DataPart, wanted: int, blend: Blend | None) -> Dataset | None:
+    def dataset(
+        self, part: DataPart, wanted: int, blend: Blend | None
+    ) -> Dataset | None:
         """Return the dataset of a part, or None."""
         if not wanted:
             return None
@@ -413,7 +415,9 @@ class CorpusBuilder:
         )
         return [arrays[name] for name in names]
 
-    def _open(self, part: DataPart, piece: CorpusSlice, num_samples: int | None) -> Dataset:
+    def _open(
+        self, part: DataPart, piece: CorpusSlice, num_samples: int | None
+    ) -> Dataset:
         corpus = self.corpus(part.flag, piece.prefix)
         try:
             self._check_text(corpus, part, piece)

@@ -1,7 +1,7 @@
 """What a program loads of megatron_ds: modules and their syntax nodes, by room, and which import brings most of them.
 
-    python tools/loaded_modules.py pretrain_gpt.py --mock-data ...        runs the program, then prints to stderr
-    python tools/loaded_modules.py --least 500 pretrain_gpt.py ...        lines of the tree with as many nodes
+    python -m tests.harness.loaded_modules pretrain_gpt.py --mock-data ...        runs the program, then prints to stderr
+    python -m tests.harness.loaded_modules --least 500 pretrain_gpt.py ...        lines of the tree with as many nodes
 
 In the tree a module stands below the one without which nothing would load it, with the nodes of all that would go with
 it. `~` marks imports that are made by functions.
@@ -22,7 +22,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PACKAGE = "megatron_ds"
 PROGRAM = "__main__"
