@@ -1,7 +1,7 @@
 """What a program loads of megatron_ds: modules and their syntax nodes, by room, and which import brings most of them.
 
-    python -m tests.harness.loaded_modules pretrain_gpt.py --mock-data ...        runs the program, then prints to stderr
-    python -m tests.harness.loaded_modules --least 500 pretrain_gpt.py ...        lines of the tree with as many nodes
+    python -m tests.harness.loaded_modules pretrain_gpt.py --mock-data ...     runs it, then prints to stderr
+    python -m tests.harness.loaded_modules --least 500 pretrain_gpt.py ...     lines of the tree with as many nodes
 
 In the tree a module stands below the one without which nothing would load it, with the nodes of all that would go with
 it. `~` marks imports that are made by functions.
@@ -21,7 +21,6 @@ from importlib.util import resolve_name
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
 
 PACKAGE = "megatron_ds"
 PROGRAM = "__main__"
