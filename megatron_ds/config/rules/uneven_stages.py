@@ -14,7 +14,7 @@ def given_of(config: RunConfig, paths: Sequence[str]) -> list[str]:
 def uneven_layout(config: RunConfig) -> str | None:
     """The value for --pipeline-layout; None without such options, or if they cannot be met.
 
-    `rules.layout.uneven_pipeline` reports options that cannot be met.
+    `rules.pipeline.uneven_pipeline` reports options that cannot be met.
     """
     layers = config.model.num_layers
     ranks = config.parallel.pipeline_model_parallel_size
