@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..features import Provided
 
 NAMELESS = ("s3:///", "gs:///")
@@ -40,6 +40,9 @@ def place_of(directory: str | os.PathLike) -> Path:
         )
     try:
         return OPEN_STORE.get()(text)
+    except ConfigError:
+        # No feature has stores.
+        raise
     except (ImportError, ValueError) as error:
         raise CheckpointError(
             f"{text}: this store cannot be opened ({error}). pip install 'megatron_ds[stores]' has what "
