@@ -29,7 +29,8 @@ def absolute(directory: str | os.PathLike) -> str:
 def place_of(directory: str | os.PathLike) -> Path:
     """Return the folder as a Path, or the place in a store as a `upath.UPath`, which has the same methods.
 
-    Raises CheckpointError for a store without a bucket, and when its libraries are not installed.
+    Raises CheckpointError for a store without a bucket, and when its libraries are not installed; ConfigError where
+    the feature is not.
     """
     if not is_store(directory):
         return Path(directory)
