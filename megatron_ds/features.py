@@ -110,6 +110,14 @@ class ChangedSamples:
 
 
 @dataclass(frozen=True)
+class NoEffect:
+    """Why options have no effect, and whether they have none in a configuration."""
+
+    why: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
 class MetricSink:
     """Where the metrics of a run go, besides the files of the log. On rank 0 alone.
 
@@ -144,7 +152,7 @@ class Feature:
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
     registers  noun of a registry → name of an entry → the module that registers it, imported when the entry is used;
-               of an alias, the name of the entry
+               of an alias, that module or the name of the entry
     optimizers name of an optimizer that it registers → its `config.optimizer_facts.OptimizerFacts`
     models     name of a model that it registers → `config.model_facts.ModelFacts`, where they are not those of a GPT
     objective  what the run is trained for in place of the model's own loss
@@ -171,7 +179,7 @@ class Feature:
     observers  (RunConfig) -> `training.observer.Observer` on every rank, or None if it is off
     outputs    (RunConfig, Mesh) -> None, on every rank before the model is built: raises ConfigError where a run could
                not write or measure what it asks for
-    useless    () -> `config.sources.useless_options.Useless` rows: options that have no effect beside others
+    useless    (paths of options, `NoEffect`) → why and when they have no effect
     checksums  (RunConfig) -> whether the optimizer keeps a checksum of the gradients that a rank computed
     """
 
@@ -206,7 +214,7 @@ class Feature:
     commands: Mapping[str, Any] = field(default_factory=dict)
     observers: Sequence[Callable[[Any], Any]] = ()
     outputs: Callable[[Any, Any], None] | None = None
-    useless: Callable[[], Sequence[Any]] | None = None
+    useless: Sequence[tuple[tuple[str, ...], NoEffect]] = ()
     checksums: Callable[[Any], bool] | None = None
 
 
@@ -261,7 +269,7 @@ def features() -> tuple[Feature, ...]:
 def rules_if(
     is_on: Callable[[Any], bool], *rules: Callable[[Any], Iterable[str]]
 ) -> tuple[Callable[[Any], Iterable[str]], ...]:
-    """Return rules that have nothing to say unless `is_on` (RunConfig), so that their module is loaded only then."""
+    """Return rules that find nothing unless `is_on` (RunConfig): their module is loaded only then."""
     return tuple(
         lambda config, rule=rule: rule(config) if is_on(config) else ()
         for rule in rules
@@ -371,6 +379,17 @@ def wants_checksums(config: Any) -> bool:
         for feature in features()
         if feature.checksums is not None
     )
+
+
+def sends_no_tags(config: Any) -> bool:
+    """Return whether no sink receives values that have a tag of their own."""
+    return not any(sink.has_tags for sink in metric_sinks(config))
+
+
+NO_TAGS = NoEffect(
+    "there is no --tensorboard-dir, nor a service that receives its values",
+    sends_no_tags,
+)
 
 
 def objectives(config: Any) -> dict[str, Objective]:

@@ -11,14 +11,16 @@ from types import FrameType
 from typing import Generic, TypeVar
 
 from .errors import ConfigError
-from .features import Feature, features, missing_wings, own_features, watch_names
+from .features import Feature, features, missing_wings, watch_names
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
 
 
 class Registry(Generic[T]):
-    """A table of named entries of one kind, filled by a decorator.
+    """A table of named entries of one kind, filled by a decorator and by what features declare.
+
+    An alias finds an entry, and is not listed.
 
     >>> colours = Registry("colour")
     >>> @colours.register("red", "rouge")
@@ -39,7 +41,7 @@ class Registry(Generic[T]):
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
         """Decorator that adds an entry under `name`. Aliases find it, too, but are not listed."""
         owner = _caller()
-        own = {} if owner == PACKAGE else self._modules | self._of(own_features())
+        own = self._of_package(owner)
 
         def add(thing: T) -> T:
             self._check(name, thing)
@@ -54,6 +56,21 @@ class Registry(Generic[T]):
             return thing
 
         return add
+
+    def _of_package(self, owner: str) -> set[str]:
+        """Return the names that the package declares, which another owner may not take.
+
+        The package itself registers them later, when they are used.
+        """
+        if owner == PACKAGE:
+            return set()
+        # Names of wings count, too.
+        named = self._modules | self._of(features())
+        return {
+            name
+            for name, module in named.items()
+            if module.partition(".")[0] == PACKAGE
+        }
 
     def declare(
         self, module: str, *names: str, aliases: Mapping[str, str] | None = None

@@ -15,7 +15,7 @@ from ..config.sources.reading import Setting
 from ..config.training_schedule import counts_tokens, train_span
 from ..errors import CheckpointError
 from ..features import sections_without_features
-from .foreign_checkpoints import folder_of_model
+from .found_checkpoints import folder_of_model
 
 WANTED = "checkpoint.use_checkpoint_args"
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")

@@ -27,7 +27,6 @@ from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..planning.run_model import data_kind
 from ..planning.training_length import make_length
-from .from_checkpoint import saved_config
 from .loaders import Loaders
 
 logger = logging.getLogger(__name__)
@@ -70,6 +69,8 @@ def planned_samples(run: Mapping, config: RunConfig) -> list[int]:
         return [wanted]
     before = run.get("planned_samples")
     if before is None:
+        from .from_checkpoint import saved_config
+
         saved = replace(
             saved_config(run, checkpoint.load), world_size=run["world_size"]
         )

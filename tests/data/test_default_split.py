@@ -12,7 +12,7 @@ from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_ds.errors import DataError
 from megatron_ds.extensions.bert.data import BERT_DATA
-from megatron_ds.training.run_checkpoint import describe_run
+from megatron_ds.training.run_description import describe_run
 from megatron_ds.training.samples import wanted_samples
 
 pytestmark = pytest.mark.plan

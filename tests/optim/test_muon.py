@@ -8,8 +8,8 @@ from torch import nn
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.errors import LayoutError
 from megatron_ds.extensions.optimizers.muon import SCALES, Muon, MuonRule
-from megatron_ds.extensions.optimizers.muon_options import COEFFICIENT_SETS, SCALE_MODES
 from megatron_ds.extensions.optimizers.newton_schulz import SETS, newton_schulz
+from megatron_ds.extensions.optimizers.options import COEFFICIENT_SETS, SCALE_MODES
 from megatron_ds.mpu.group import Group, solo
 from megatron_ds.mpu.param_spec import (
     DATA_AXES,

@@ -7,10 +7,10 @@ from megatron_ds.compat.config.deepspeed_json import reading_of
 from megatron_ds.config import parse
 from megatron_ds.config.rules.training import TRAINING_RULES
 from megatron_ds.errors import ConfigError
-from megatron_ds.extensions.curves.csv_monitor import CsvMonitor
 from megatron_ds.extensions.profiler.flops_profile import layer_lines, phase_lines
 from megatron_ds.extensions.profiler.layer_table import LayerRow, layer_rows
 from megatron_ds.extensions.profiler.tuning import tuned_numbers
+from megatron_ds.extensions.services.csv_monitor import CsvMonitor
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.planning.flops import layers_of, model_flops

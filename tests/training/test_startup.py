@@ -5,7 +5,7 @@ import pytest
 from megatron_ds.config import RunConfig, Source, parse
 from megatron_ds.config.messages import value_text
 from megatron_ds.config.run import non_default
-from megatron_ds.extensions.startup.startup_text import (
+from megatron_ds.extensions.dry_run.startup_text import (
     WIDTH,
     count_parameters,
     grid_text,

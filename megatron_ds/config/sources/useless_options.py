@@ -7,7 +7,7 @@ condition, the options that then mean nothing, and why.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...features import features, metric_sinks
+from ...features import features
 from ..messages import written
 from ..options.parallel import ACCOUNTS
 from ..run import RunConfig, Source, all_options
@@ -192,15 +192,13 @@ USELESS = (
 )
 
 
-def sends_tags(config: RunConfig) -> bool:
-    """Return whether a sink receives values that have a tag of their own."""
-    return any(sink.has_tags for sink in metric_sinks(config))
-
-
 def without_useless_options(config: RunConfig) -> RunConfig:
     """Return the configuration without options that have no effect beside others."""
-    of_features = (feature.useless for feature in features())
-    added = [row for rows in of_features if rows is not None for row in rows()]
+    added = [
+        Useless(paths, how.why, how.holds)
+        for feature in features()
+        for paths, how in feature.useless
+    ]
     for row in (*USELESS, *added):
         if row.holds(config):
             paths = _of_json(config, row.paths) if row.from_json else row.paths

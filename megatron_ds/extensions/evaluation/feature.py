@@ -7,14 +7,8 @@ from ...features import Feature, Later
 from .options import TaskOptions
 
 own = partial(Later, __package__)
-HARNESS = own(".harness:check_outputs")
 TASKS_OF_RUN = own(".tasks_of_run:TasksOfRun")
-
-
-def _check(config: Any, mesh: Any) -> None:
-    """Check that --eval-tasks can be evaluated."""
-    if config.train.eval_tasks:
-        HARNESS(config, mesh)
+CHECK_HARNESS = own(".harness:check_harness")
 
 
 def tasks_of_run(config: Any) -> Any | None:
@@ -22,11 +16,17 @@ def tasks_of_run(config: Any) -> Any | None:
     return TASKS_OF_RUN() if config.train.eval_tasks else None
 
 
+def check_outputs(config: Any, mesh: Any) -> None:
+    """Raises ConfigError on rank 0 where --eval-tasks needs a package that is not installed."""
+    if mesh.rank == 0 and config.train.eval_tasks:
+        CHECK_HARNESS()
+
+
 FEATURES = [
     Feature(
         "evaluation",
         extends={"train": TaskOptions},
-        outputs=_check,
+        outputs=check_outputs,
         observers=[tasks_of_run],
     )
 ]

@@ -19,6 +19,10 @@ IN_IDENTITY = (
 )
 
 
+def _is_on(config: Any) -> bool:
+    return config.data.fim_data
+
+
 def identity(config: Any) -> dict[str, Any]:
     """Return the options that change what becomes of a document."""
     values = [getattr(config.data, name) for name in IN_IDENTITY]
@@ -29,9 +33,9 @@ FEATURES = [
     Feature(
         "fim",
         extends={"data": FimOptions},
-        rules=rules_if(lambda config: config.data.fim_data, own(".rules:documents")),
+        rules=rules_if(_is_on, own(".rules:documents")),
         samples=ChangedSamples(
-            is_on=lambda config: config.data.fim_data,
+            is_on=_is_on,
             change=own(".fill_in_middle:rearranged"),
             identity=identity,
         ),

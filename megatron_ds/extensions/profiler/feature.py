@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...features import Feature, Later, rules_if
-from .log_options import TO_TENSORBOARD, MeasuredLogOptions
-from .options import ProfilerConfig
+from ...features import NO_TAGS, Feature, Later, rules_if
+from .options import TO_TENSORBOARD, MeasuredLogOptions, ProfilerConfig
 
 own = partial(Later, __package__)
-OUTPUTS = own(".output_check:check_outputs")
+CHECK_OUTPUTS = own(".output_check:check_outputs")
+A_FEW_STEPS = "a few steps are profiled with --profile --use-pytorch-profiler"
 Wish = Callable[[Any], Any]
 
 
@@ -34,6 +34,12 @@ def _logs_numbers(config: Any) -> bool:
     return wanted.log_params_norm or any(config.get(path) for path in TO_TENSORBOARD)
 
 
+def check_outputs(config: Any, mesh: Any) -> None:
+    """Raises ConfigError where --profile cannot be had on the device, or nothing can be written in --trace."""
+    if _of("profile")(config) or config.logging.trace:
+        CHECK_OUTPUTS(config, mesh)
+
+
 # In the order in which they are called.
 OBSERVERS = {
     own(".phase_times:TimedPhases"): _times_phases,
@@ -48,28 +54,20 @@ OBSERVERS = {
     own(".trace:TracedSteps"): lambda config: config.logging.trace,
 }
 
-
-def _measures(config: Any) -> bool:
-    """Return whether an option about measurements is given."""
-    wanted = config.of(ProfilerConfig) != ProfilerConfig()
-    return wanted or bool(config.logging.trace_steps)
-
-
-def _check_outputs(config: Any, mesh: Any) -> None:
-    """Check that a profile can be had, and the trace be written."""
-    if _of("profile")(config) or config.logging.trace:
-        OUTPUTS(config, mesh)
-
-
 FEATURES = [
     Feature(
         "profiler",
         title="Measurements",
         options=ProfilerConfig,
         extends={"logging": MeasuredLogOptions},
-        rules=rules_if(_measures, own(".rules:traces"), own(".rules:profiles")),
-        outputs=_check_outputs,
-        useless=own(".useless:rows"),
+        rules=(
+            *rules_if(lambda config: config.logging.trace_steps, own(".rules:traces")),
+            *rules_if(_of("grad_noise_scale"), own(".rules:noise")),
+            *rules_if(_of("autotuning"), own(".rules:measured_steps")),
+        ),
+        outputs=check_outputs,
+        useless=((TO_TENSORBOARD, NO_TAGS),),
+        synonyms=dict.fromkeys(("profiler", "torch-profiler"), A_FEW_STEPS),
         provides={"communication log": own(".comms_log")},
         observers=[_switched_on(*row) for row in OBSERVERS.items()],
     )

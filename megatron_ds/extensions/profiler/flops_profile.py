@@ -1,4 +1,6 @@
-"""The FLOPs profile of a step.
+"""The FLOPs profile of a step: a table of its layers, and one of its phases.
+
+It is printed once (--flops-profiler).
 
     FLOPs profile of step 2: 8 samples of 1024 tokens on 4 ranks
       layers               number   parameters         FLOPs of forward

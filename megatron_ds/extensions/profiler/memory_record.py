@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...training.observe.run_facts import Fact
+from ...training.observe.run_facts import RunFact
 
 
 @dataclass(frozen=True)
-class MemoryRecord(Fact):
+class MemoryRecord(RunFact):
     """Bytes of rank 0 by owner (memory_history.py), such as "weights": planned, and measured in the step.
 
     measuring_seconds: after the step, for the plan and the file, while training waited

@@ -25,27 +25,16 @@ THREADS = ("computations", "transfers", "reductions")
 
 
 def write_trace(path: Path | str, timelines: Mapping[int, Sequence[Entry]]) -> None:
-    """Write the timelines of pipeline ranks into one file. Raises DataError if it is not regular, and OSError."""
+    """Write the timelines of pipeline ranks into one file.
+
+    Raises DataError if it is not regular, and OSError.
+    """
     events: list[dict] = []
     for rank, entries in sorted(timelines.items()):
-        events.append(
-            {
-                "name": "process_name",
-                "ph": "M",
-                "pid": rank,
-                "tid": 0,
-                "args": {"name": f"pipeline rank {rank}"},
-            }
-        )
+        # Names of the rank and of its rows, then what it did.
+        events.append(_title("process_name", rank, 0, f"pipeline rank {rank}"))
         events += (
-            {
-                "name": "thread_name",
-                "ph": "M",
-                "pid": rank,
-                "tid": tid,
-                "args": {"name": name},
-            }
-            for tid, name in enumerate(THREADS)
+            _title("thread_name", rank, tid, name) for tid, name in enumerate(THREADS)
         )
         events += (_event(rank, *entry) for entry in entries)
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
@@ -53,7 +42,10 @@ def write_trace(path: Path | str, timelines: Mapping[int, Sequence[Entry]]) -> N
 
 
 def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
-    """Pipeline rank → its timeline, from one file, or one for each rank. Raises DataError for other files."""
+    """Pipeline rank → its timeline, from one file, or one for each rank.
+
+    Raises DataError for other files.
+    """
     timelines: dict[int, list[Entry]] = {}
     for path in paths:
         found = _read(Path(path))
@@ -69,14 +61,20 @@ def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
 
 
 def steps_of(timelines: Mapping[int, Sequence[Entry]]) -> list[dict[int, list[Entry]]]:
-    """Return a recording of several steps, step by step: a step ends where a rank repeats a computation."""
+    """Return a recording of several steps, step by step.
+
+    A step ends where a rank repeats a computation.
+    """
     per_rank = {rank: _split(entries) for rank, entries in timelines.items()}
     number = min((len(steps) for steps in per_rank.values()), default=0)
     return [{rank: steps[n] for rank, steps in per_rank.items()} for n in range(number)]
 
 
 def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[Entry]]:
-    """Return a simulation as timelines; unit: seconds of its unit of time."""
+    """Return a simulation as timelines.
+
+    unit: seconds of its unit of time
+    """
     ranks = zip(simulation.schedule, simulation.starts, simulation.ends)
     return {
         rank: [(i, start * unit, end * unit) for i, start, end in zip(*its)]
@@ -85,14 +83,21 @@ def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[En
 
 
 def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
-    """Timelines as a `Simulation`, for its bubble and pictures. Time is 0 at the first start."""
+    """Return timelines as a `Simulation`, for its bubble and pictures.
+
+    Time is 0 at the first start.
+    """
     everything = chain.from_iterable(timelines.values())
     begin = min((start for _, start, _ in everything), default=0.0)
+    # Instructions, starts and ends of each rank.
     ranks = [timelines[rank] for rank in sorted(timelines)]
+    instructions = [tuple(i for i, _, _ in entries) for entries in ranks]
+    starts = [tuple(start - begin for _, start, _ in entries) for entries in ranks]
+    ends = [tuple(end - begin for _, _, end in entries) for entries in ranks]
     return Simulation(
-        tuple(tuple(i for i, _, _ in entries) for entries in ranks),
-        tuple(tuple(start - begin for _, start, _ in entries) for entries in ranks),
-        tuple(tuple(end - begin for _, _, end in entries) for entries in ranks),
+        tuple(instructions),
+        tuple(starts),
+        tuple(ends),
     )
 
 
@@ -108,6 +113,7 @@ def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
             if i.op in COMPUTE:
                 took[i.op, i.stage].append(end - start)
     typical = {key: median(times) for key, times in took.items()}
+    # What follows for operations of the other kind of backward.
     for op, stage in list(typical):
         if op is Op.B:
             typical.setdefault((Op.I, stage), typical[op, stage] / 2)
@@ -117,6 +123,17 @@ def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
                 (Op.B, stage), typical[Op.I, stage] + typical[Op.W, stage]
             )
     return lambda i: typical.get((i.op, i.stage), 0.0)
+
+
+def _title(kind: str, rank: int, tid: int, name: str) -> dict:
+    """Return the event that names a rank, or a row of it."""
+    return {
+        "name": kind,
+        "ph": "M",
+        "pid": rank,
+        "tid": tid,
+        "args": {"name": name},
+    }
 
 
 def _event(rank: int, i: Instruction, start: float, end: float) -> dict:
@@ -147,6 +164,7 @@ def _read(path: Path) -> dict[int, list[Entry]]:
         timelines: dict[int, list[Entry]] = {}
         for event in events:
             if event["ph"] == "X" and "op" in event["args"]:
+                # Times in microseconds.
                 args = event["args"]
                 start = event["ts"] / 1e6
                 end = start + event["dur"] / 1e6
@@ -166,7 +184,10 @@ def _read(path: Path) -> dict[int, list[Entry]]:
 
 
 def _split(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return the steps of one rank."""
+    """Return the steps of one rank.
+
+    A computation that is there already begins the next one.
+    """
     steps: list[list[Entry]] = []
     seen: set[Instruction] = set()
     for entry in entries:

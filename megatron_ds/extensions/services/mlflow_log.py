@@ -9,8 +9,8 @@ from ...config import RunConfig
 from ...config.saved_values import to_dict
 from ...errors import ConfigError
 from ...training.observe.records import Record
-from ..curves.tensorboard import scalars_of
 from .options import ServiceOptions
+from .tensorboard import scalars_of
 
 RUN_TAG = "megatron_ds.run"
 # Limits of the server: parameters of one request, characters of a value.

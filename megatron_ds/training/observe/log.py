@@ -23,7 +23,7 @@ from ...features import metric_sinks
 from ...progress.ramps import Progress
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
 from .records import Record, rate
-from .run_facts import Fact
+from .run_facts import RunFact
 from .sink import Continuing, Sink, Tolerant
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Log:
         for sink in self.sinks:
             sink.write(record)
 
-    def note(self, fact: Fact) -> None:
+    def note(self, fact: RunFact) -> None:
         """Write a record that only metrics.jsonl keeps."""
         for sink in self.sinks:
             if isinstance(sink.sink, MetricsFile):

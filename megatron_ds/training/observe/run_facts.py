@@ -14,7 +14,7 @@ from ...config import RunConfig
 from ...mpu.mesh import Mesh
 
 
-class Fact:
+class RunFact:
     """A record that only metrics.jsonl keeps. kind: its name there."""
 
     kind: str
@@ -25,7 +25,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class ProcessRecord(Fact):
+class ProcessRecord(RunFact):
     """The start of training in a process: before the first step, or after a resume.
 
     step         of the loaded checkpoint; 0 at the start of the run
@@ -43,7 +43,7 @@ class ProcessRecord(Fact):
 
 
 @dataclass(frozen=True)
-class SaveRecord(Fact):
+class SaveRecord(RunFact):
     """A complete checkpoint. save_seconds: how long steps waited for it."""
 
     step: int

@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Continuing(Protocol):
-    """A sink whose files tell the points of this process from those of earlier ones."""
+    """A sink whose files keep the points of this process apart from those of earlier ones."""
 
     def begin(self, progress: Progress) -> None:
         """Take note of the progress with which this process starts, before the first record."""

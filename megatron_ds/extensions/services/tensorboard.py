@@ -75,33 +75,38 @@ def scalars_of(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(losses and metrics, other values) of a record by tag. timers: with the times of phases."""
     if isinstance(record, EvalRecord):
-        split = record.split
-        others: dict[str, float] = {}
-        losses = {f"lm loss {split}": record.loss}
-        perplexity = record.perplexity
-        if perplexity is not None:
-            losses[f"lm loss {split} ppl"] = perplexity
-        losses |= {f"{name} {split}": mean for name, mean in record.metrics.items()}
-    elif isinstance(record, TrainRecord):
+        return _losses_of_split(record), {}
+    if isinstance(record, TrainRecord):
         losses = {"lm loss": record.loss, **record.metrics}
-        tags = TAGS
-        if record.kept_tokens is not None:
-            kept = f"seqlen/{record.kept_title.replace(' ', '_')}"
-            tags = TAGS | {kept: "kept_tokens"} | TOKEN_TAGS
-        values = ((tag, getattr(record, name)) for tag, name in tags.items())
-        times = record.times if timers else {}
-        others = (
-            {tag: value for tag, value in values if value is not None}
-            | dict(record.tags)
-            | {
-                f"{name}-time": max(seconds.values())
-                for name, seconds in times.items()
-                if name != "batch-generator"
-            }
-        )
-    else:
-        losses, others = record.curves()
-    return losses, others
+        return losses, _others_of_interval(record, timers)
+    return record.curves()
+
+
+def _losses_of_split(record: EvalRecord) -> dict[str, float]:
+    split = record.split
+    losses = {f"lm loss {split}": record.loss}
+    perplexity = record.perplexity
+    if perplexity is not None:
+        losses[f"lm loss {split} ppl"] = perplexity
+    return losses | {f"{name} {split}": mean for name, mean in record.metrics.items()}
+
+
+def _others_of_interval(record: TrainRecord, timers: bool) -> dict[str, float]:
+    # Numbers of the line, of which some runs have none.
+    tags = TAGS
+    if record.kept_tokens is not None:
+        kept = f"seqlen/{record.kept_title.replace(' ', '_')}"
+        tags = TAGS | {kept: "kept_tokens"} | TOKEN_TAGS
+    values = ((tag, getattr(record, name)) for tag, name in tags.items())
+    others = {tag: value for tag, value in values if value is not None}
+    # Values that have a tag alone, and the slowest rank of each phase.
+    times = record.times if timers else {}
+    slowest = {
+        f"{name}-time": max(seconds.values())
+        for name, seconds in times.items()
+        if name != "batch-generator"
+    }
+    return others | dict(record.tags) | slowest
 
 
 class EventFile:
