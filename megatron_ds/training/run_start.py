@@ -26,7 +26,6 @@ def find_start(
     given: the options of the user, where `checkpoint` has --pretrained-checkpoint as --load
     Raises CheckpointError when there is nothing to load, or when --save holds another run.
     """
-
     given = given or checkpoint
 
     def look() -> Start:

@@ -21,7 +21,7 @@ from megatron_ds.extensions.launch.rank_places import (
 )
 from megatron_ds.extensions.launch.stalls import SILENT_SECONDS, Stalls
 from megatron_ds.extensions.launch.watch import StepTimes, Watch
-from megatron_ds.host import places
+from megatron_ds.host import place_file, places
 from megatron_ds.host.place_file import NONE, DeviceEntry, PlaceWriter
 from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import lower
@@ -276,7 +276,7 @@ class TestWatch:
     @pytest.fixture
     def clock(self, monkeypatch):
         clock = Clock()
-        for module in (watch_module, places):
+        for module in (watch_module, place_file):
             monkeypatch.setattr(module, "time", clock)
         return clock
 
