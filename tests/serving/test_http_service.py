@@ -375,20 +375,3 @@ def test_an_address_that_is_taken_is_an_error():
     first.close()
     with pytest.raises(ConfigError, match="--host nowhere.invalid"):
         HttpService("nowhere.invalid", 0)
-
-
-def test_the_page_has_no_references_and_escapes_the_name():
-    from dataclasses import replace
-
-    from megatron_ds.extensions.serving.try_page import page
-
-    with serving() as served:
-        status, content, _ = served.ask("GET", "/")
-        assert status == 200 and 'value="chat"' in content
-        assert "http" not in content and " src=" not in content
-        named = page(replace(served.model, name="<b>", template=None)).decode()
-        assert (
-            "&lt;b&gt;" in named
-            and "<b>" not in named
-            and "chat" not in named.split("<script>")[0].replace("/v1/chat", "")
-        )
