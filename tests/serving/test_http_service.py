@@ -97,6 +97,14 @@ def test_a_connection_serves_several_requests(served):
     connection.close()
 
 
+def test_an_answer_in_two_parts_does_not_wait_for_an_acknowledgement(served):
+    with socket.create_connection(served.address, timeout=HUNG):
+        held = served.service._server.server_state.connections
+        until(lambda: held)
+        used = next(iter(held)).transport.get_extra_info("socket")
+        assert used.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_body_is_read_before_an_error_so_that_a_connection_goes_on(served):
     connection = http.client.HTTPConnection(*served.address, timeout=HUNG)
     for path, status in (("/absent", 404), (PATH, 200)):

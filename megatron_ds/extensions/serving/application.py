@@ -30,6 +30,7 @@ from .served_model import ServedModel
 from .try_page import page
 
 UNKNOWN_METHOD = 501
+SHORT_BODY = 4 << 10  # bytes, which are read in about a millisecond
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,21 @@ class Serving:
 
 # ------------------------------------------------------------------ endpoints
 async def generated(
-    read: Callable[[Values, ServedModel], Reply], serving: Serving, request: Request
+    read: Callable[[Values, ServedModel], Reply],
+    at_once: int,
+    serving: Serving,
+    request: Request,
 ) -> GeneratedAnswer:
-    """Read what has to be generated. Raises RefusedRequest."""
+    """Read what has to be generated. at_once: bytes of a body that is read in the event loop, others in a thread.
+
+    Raises RefusedRequest.
+    """
     model = serving.model
     async with body_of(request, model.most_body, serving.held) as body:
         work = partial(_read, read, body, model)
-        if len(body) <= SMALL_BODY:
+        if len(body) <= at_once:
+            reply = work()
+        elif len(body) <= SMALL_BODY:
             reply = await run_in_threadpool(work)
         else:
             async with serving.large:
@@ -98,10 +107,12 @@ def _entry(model: ServedModel) -> dict[str, Any]:
 
 
 ENDPOINTS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("POST", "/v1/completions"): partial(generated, completions),
-    ("POST", "/completions"): partial(generated, completions),
-    ("POST", "/v1/chat/completions"): partial(generated, chat_completions),
-    ("PUT", "/api"): partial(generated, megatron_text),
+    ("POST", "/v1/completions"): partial(generated, completions, SHORT_BODY),
+    ("POST", "/completions"): partial(generated, completions, SHORT_BODY),
+    ("POST", "/v1/chat/completions"): partial(
+        generated, chat_completions, 0
+    ),  # templates may take long
+    ("PUT", "/api"): partial(generated, megatron_text, SHORT_BODY),
     ("GET", "/"): try_page,
     ("GET", "/health"): health,
     ("GET", "/v1/models"): models,
