@@ -6,12 +6,15 @@ import json
 import re
 import socket
 import threading
+import time
 
 import pytest
 
 from megatron_ds.extensions.serving import (
     accepted_fields,
     application,
+    connection,
+    http_service,
     request_body,
     request_fields,
 )
@@ -181,6 +184,7 @@ def test_large_bodies_are_read_one_at_a_time(served, monkeypatch):
         with lock:
             inside.append(1)
             most.append(len(inside))
+        time.sleep(0.01)  # others would begin meanwhile
         found = read(body)
         with lock:
             inside.pop()
@@ -200,15 +204,15 @@ def test_large_bodies_are_read_one_at_a_time(served, monkeypatch):
 # ------------------------------------------------------------------ chunks
 def chunked(served, parts, headers=()):
     """(status, answer, whether the connection is used again) for a body in chunks."""
-    connection = http.client.HTTPConnection(*served.address, timeout=HUNG)
-    connection.request("POST", TEXTS, iter(parts), dict(headers), encode_chunked=True)
-    answer = connection.getresponse()
+    client = http.client.HTTPConnection(*served.address, timeout=HUNG)
+    client.request("POST", TEXTS, iter(parts), dict(headers), encode_chunked=True)
+    answer = client.getresponse()
     found = answer.status, json.loads(answer.read())
-    is_kept = connection.sock is not None
+    is_kept = client.sock is not None
     if is_kept:
-        connection.request("GET", "/health")
-        assert connection.getresponse().status == 200
-    connection.close()
+        client.request("GET", "/health")
+        assert client.getresponse().status == 200
+    client.close()
     return (*found, is_kept)
 
 
@@ -309,17 +313,19 @@ def test_a_request_whose_end_is_not_certain_is_refused_and_ends_the_connection(
 
 # ------------------------------------------------------------------ clients that only read
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_sends_no_more_has_its_answer(streams):
+def test_a_client_that_sends_no_more_has_its_answer(streams, monkeypatch):
+    for module in (connection, http_service):
+        monkeypatch.setattr(module, "ARRIVAL_SECONDS", 10 * HUNG)
     with serving(ToyGenerator(max_length=3000, pause=0.001)) as running:
         asked = {"prompt": "a", "max_tokens": 900, "stream": streams, "seed": 1}
         body = json.dumps({**asked, "ignore_eos": True}).encode()
-        with socket.create_connection(running.address, timeout=HUNG) as client:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        with begun(running, body, len(body)) as client:
             client.shutdown(socket.SHUT_WR)
             answer = http.client.HTTPResponse(client)
             answer.begin()
             found = answer.read().decode()
+            # No further request can come.
+            assert client.recv(1) == b""
         assert not running.generator.cancelled
         assert "length" in found.rpartition("finish_reason")[2]
 
