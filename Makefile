@@ -59,12 +59,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
-	$(BIN)/python -m pip install --quiet --editable ".[report]"
+	$(BIN)/python -m pip install --quiet --editable ".[report,serve]"
 	touch $@
 
 # One installation, since each compiles the extensions anew.
 $(VENV)/.installed-chat: $(VENV)/bin/python pyproject.toml setup.py
-	$(BIN)/python -m pip install --quiet --editable ".[report,chat]"
+	$(BIN)/python -m pip install --quiet --editable ".[report,chat,serve]"
 	touch $@ $(VENV)/.installed
 
 # --no-compile: most modules of the installed packages are never imported.

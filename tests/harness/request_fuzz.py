@@ -130,7 +130,8 @@ def request_of(draw: random.Random) -> tuple[bytes, bool]:
         return line + b"\r\n", False
     method, path, key = draw.choice(PATHS)
     data = body_of(draw, key)
-    head = f"{method} {path} HTTP/1.{draw.choice('01')}\r\n".encode()
+    line = f"{method} {path} HTTP/1.{draw.choice('01')}"
+    head = f"{line}\r\nHost: localhost\r\n".encode()
     if kind < 0.2:
         return head + draw.choice(HEADERS) + b"\r\n\r\n" + data, False
     head += b"Connection: close\r\n"

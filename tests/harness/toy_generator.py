@@ -18,11 +18,18 @@ from megatron_ds.extensions.chat.template import ChatTemplate
 from megatron_ds.extensions.generation.requests import GeneratedToken
 from megatron_ds.extensions.serving.generation_loop import GenerationLoop
 from megatron_ds.extensions.serving.http_service import HttpService
-from megatron_ds.extensions.serving.routes import Serving
 from megatron_ds.extensions.serving.served_model import ServedModel
 from tests.harness.limits import HUNG
 
 BEGIN, END = 256, 257
+
+
+def until(condition):
+    """Wait for a condition of another thread."""
+    deadline = time.monotonic() + HUNG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def scores_after(tokens, vocab_size):
@@ -160,7 +167,7 @@ class Served:
 
     @property
     def address(self):
-        return self.service.server_address[:2]
+        return self.service.address
 
     def ask(self, method, path, body=None, headers=()):
         """(status, JSON or text, headers) of a request on a connection of its own."""
@@ -169,7 +176,7 @@ class Served:
         connection.request(method, path, data, dict(headers))
         answer = connection.getresponse()
         content = answer.read().decode()
-        found = dict(answer.getheaders())
+        found = answer.headers
         connection.close()
         if found["Content-Type"] == "application/json":
             content = json.loads(content)
@@ -216,7 +223,7 @@ def serving(generator=None, tokenizer=None, template=TEMPLATE, most=64, origins=
         except BaseException as error:
             served.error = error
 
-    served.service.start(Serving(model, loop))
+    served.service.start(model, loop)
     thread = threading.Thread(target=main)
     thread.start()
     try:

@@ -4,10 +4,13 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import urllib.request
 
 import pytest
 
+from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.serving import serve
 from tests.harness.limits import HUNG
 from tests.harness.pretraining import MOCK, run_pretrain, train
 from tests.harness.warm import warm_python
@@ -83,3 +86,16 @@ def test_a_template_that_cannot_be_read_is_an_error(checkpoint):
     flags = ["--load", checkpoint, "--port", 0, "--chat-template", "absent.jinja"]
     (ended,) = run_pretrain(1, flags, command="serve")
     assert ended.code == 2 and "absent.jinja cannot be read" in ended.err
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "starlette", "pydantic"])
+def test_a_missing_package_is_named_with_its_extra(package, monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith(("megatron_ds.extensions.serving.", f"{package}.")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ConfigError, match=r"pip install 'megatron_ds\[serve\]'"
+    ) as caught:
+        serve.run_tool(["--load", "absent"])
+    assert f"needs the package {package}" in str(caught.value)

@@ -12,7 +12,6 @@ from megatron_ds.extensions.evaluation.scorer import Scorer
 from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.serving.generation_loop import GenerationLoop
 from megatron_ds.extensions.serving.http_service import HttpService
-from megatron_ds.extensions.serving.routes import Serving
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.build import build_replica
 from tests.harness.layout_comparison import parse_layout
@@ -51,7 +50,7 @@ def served_at(layout, work):
             generator, HttpService("127.0.0.1", 0), model, threading.Event()
         )
         loop = GenerationLoop(generator, 64, served.stop.is_set)
-        served.service.start(Serving(model, loop))
+        served.service.start(model, loop)
         with ThreadPoolExecutor(1) as client:
             done = client.submit(work, served, scores)
             done.add_done_callback(lambda _: served.stop.set())

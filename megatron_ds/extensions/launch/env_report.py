@@ -58,6 +58,7 @@ EXTRAS = {
     "ray": ("ranks as actors of Ray", "megatron_ds[ray]"),
     "matplotlib": ("plots", "megatron_ds[report]"),
     "rich": ("the view of megatron-ds watch", "megatron_ds[report]"),
+    "uvicorn": ("megatron-ds serve", "megatron_ds[serve]"),
     "transformers": ("proofs of converted checkpoints", "megatron_ds[verify]"),
     "wandb": ("logs in Weights & Biases", "wandb"),
     "triton": ("FlexAttention on GPUs", "triton"),

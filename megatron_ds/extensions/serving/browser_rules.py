@@ -8,18 +8,12 @@ name. Programs send no `Origin`, and the `Host` of the address that they were gi
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
-from email.message import Message
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError
 from .refused_request import FORBIDDEN, RefusedRequest
 
 ANY = "*"
-PREFLIGHT = {
-    "Access-Control-Allow-Methods": "GET, POST, PUT",
-    "Access-Control-Allow-Headers": "Authorization, Content-Type",
-    "Access-Control-Max-Age": "600",
-}
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class BrowserRules:
                     "letters, such as http://localhost:3000; * for all sites."
                 )
 
-    def require(self, headers: Mapping[str, str] | Message) -> None:
+    def require(self, headers: Mapping[str, str]) -> None:
         """Raise RefusedRequest for the page of another site, and for a name that is not that of this machine."""
         host = headers.get("Host", "")
         if host and is_local(self.host) and not self._is_own(_name_of(host)):
@@ -58,12 +52,6 @@ class BrowserRules:
             "to allow it.",
             status=FORBIDDEN,
         )
-
-    def answer_headers(self, origin: str | None) -> dict[str, str]:
-        """Headers of an answer that let the pages of an allowed origin read it; {} for any other."""
-        if origin is None or not self._allows(origin):
-            return {}
-        return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
 
     def _allows(self, origin: str) -> bool:
         return origin in self.origins or ANY in self.origins

@@ -3,42 +3,47 @@
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import Field
+
 from ..chat.conversation import Message, messages_of
 from .accepted_fields import OF_CHATS
 from .openai_reply import OpenAIReply, ReplyPart
 from .refused_request import RefusedRequest
-from .request_fields import RequestField, Values, read_fields
-from .sampling_fields import (
-    MOST_TOKENS,
-    SAMPLING,
-    least_of,
-    sampling_of,
-    seed_of,
-    stop_tokens_of,
-    stops_of,
-)
+from .request_fields import Values, integer
+from .sampling_fields import MOST_TOKENS, Count, SamplingFields
 from .served_model import ServedModel
 from .served_text import Delta, ServedText
 from .served_tokens import chat_log_probs
 
 MOST_ALTERNATIVES = 20
-# Fields that become names of the template, unless chat_template_kwargs has them.
-OF_TEMPLATES = ("reasoning_effort", "enable_thinking")
-FIELDS: dict[str, RequestField] = {
-    "model": RequestField("text"),
-    "messages": RequestField("list", least=1, most=4096),
-    "max_tokens": RequestField("integer", None, 1, MOST_TOKENS, nothing=(-1,)),
-    "max_completion_tokens": RequestField(
-        "integer", None, 1, MOST_TOKENS, nothing=(-1,)
-    ),
-    "logprobs": RequestField("boolean", False),
-    "top_logprobs": RequestField("integer", None, 0, MOST_ALTERNATIVES),
-    "chat_template_kwargs": RequestField("object", {}),
-    "reasoning_effort": RequestField("text"),
-    "enable_thinking": RequestField("boolean"),
-    **SAMPLING,
-    **OF_CHATS,
-}
+MOST_MESSAGES = 4096
+
+
+class ChatFields(SamplingFields):
+    """What /v1/chat/completions reads."""
+
+    harmless = OF_CHATS
+    messages: list[Any] = Field(
+        min_length=1,
+        max_length=MOST_MESSAGES,
+        description=f"a list of 1 to {MOST_MESSAGES:,} messages",
+    )
+    max_tokens: Count = integer(None, 1, MOST_TOKENS)
+    max_completion_tokens: Count = integer(None, 1, MOST_TOKENS)
+    logprobs: bool = False
+    top_logprobs: int | None = integer(None, 0, MOST_ALTERNATIVES)
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+
+    def of_template(self) -> dict[str, Any]:
+        """Return the names that the template reads."""
+        named = {
+            "reasoning_effort": self.reasoning_effort,
+            "enable_thinking": self.enable_thinking,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        return given | self.chat_template_kwargs
 
 
 class ChatReply(OpenAIReply):
@@ -46,10 +51,11 @@ class ChatReply(OpenAIReply):
 
     prefix = "chatcmpl-"
     kinds = ("chat.completion", "chat.completion.chunk")
+    asked: ChatFields
 
     @property
     def shows_log_probs(self) -> bool:
-        return self.values["logprobs"]
+        return self.asked.logprobs
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Yield a chunk of each choice with the role of the message."""
@@ -61,7 +67,7 @@ class ChatReply(OpenAIReply):
         """Return a choice with what is new of its message."""
         log_probs = None
         if self.shows_log_probs:
-            most = self.values["top_logprobs"] or 0
+            most = self.asked.top_logprobs or 0
             log_probs = chat_log_probs(delta.entries, most)
         if not is_chunk:
             message = {"role": "assistant", "content": delta.text, "refusal": None}
@@ -81,18 +87,15 @@ class ChatReply(OpenAIReply):
 
 def chat_completions(body: Values, model: ServedModel) -> ChatReply:
     """Read a request. Raises RefusedRequest."""
-    values = read_fields(body, FIELDS, "messages")
-    model.require_name(values["model"])
-    if values["top_logprobs"] is not None and not values["logprobs"]:
+    asked = ChatFields.read(body)
+    model.require_name(asked.model)
+    if asked.top_logprobs is not None and not asked.logprobs:
         raise RefusedRequest(
             "top_logprobs needs logprobs: true. Add it, or remove top_logprobs.",
             "top_logprobs",
         )
-    messages = _messages(values["messages"])
-    named = {name: values[name] for name in OF_TEMPLATES}
-    given = {name: value for name, value in named.items() if value is not None}
-    tokens = model.render(messages, given | values["chat_template_kwargs"])
-    return ChatReply(list(_parts_of(tokens, values, model)), values, model)
+    tokens = model.render(_messages(asked.messages), asked.of_template())
+    return ChatReply(list(_parts_of(tokens, asked, model)), asked, model)
 
 
 def _messages(value: list) -> list[Message]:
@@ -103,23 +106,23 @@ def _messages(value: list) -> list[Message]:
 
 
 def _parts_of(
-    tokens: tuple[int, ...], values: Values, model: ServedModel
+    tokens: tuple[int, ...], asked: ChatFields, model: ServedModel
 ) -> Iterator[ReplyPart]:
     """Yield the n answers, each with a seed of its own."""
-    given = values["max_completion_tokens"] or values["max_tokens"]
+    given = asked.max_completion_tokens or asked.max_tokens
     most = given or max(model.room(tokens), 1)
-    model.check_ids(values["stop_token_ids"], "stop_token_ids")
-    seed = seed_of(values)
+    model.check_ids(asked.stop_token_ids, "stop_token_ids")
+    seed = asked.first_seed()
     end_tokens, ends = model.answer_ends
-    stops = (*stops_of(values), *ends)
-    for number in range(values["n"]):
+    stops = (*asked.stops(), *ends)
+    for number in range(asked.n):
         request = model.request(
             "messages",
             tokens=tokens,
-            sampling=sampling_of(values, seed + number),
+            sampling=asked.sampling(seed + number),
             max_new_tokens=most,
-            min_new_tokens=least_of(values, most),
-            stop_tokens=stop_tokens_of(values, end_tokens),
-            alternatives=(values["top_logprobs"] or 0) if values["logprobs"] else None,
+            min_new_tokens=asked.least(most),
+            stop_tokens=asked.stop_tokens(end_tokens),
+            alternatives=(asked.top_logprobs or 0) if asked.logprobs else None,
         )
         yield ReplyPart(request, ServedText(model.tokenizer, tokens, stops, most))

@@ -1,20 +1,20 @@
 """/v1/completions of OpenAI's API: texts and lists of token ids are continued."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from .accepted_fields import OF_TEXTS
 from .openai_reply import OpenAIReply, ReplyPart
 from .refused_request import RefusedRequest
-from .request_fields import RequestField, Values, is_integers, read_fields
+from .request_fields import Values, integer
 from .sampling_fields import (
     MOST_TOKENS,
-    SAMPLING,
-    least_of,
-    sampling_of,
-    seed_of,
-    stop_tokens_of,
-    stops_of,
+    Count,
+    Integers,
+    SamplingFields,
+    Texts,
 )
 from .served_model import ServedModel
 from .served_text import Delta, ServedText
@@ -23,21 +23,19 @@ from .served_tokens import completion_log_probs
 MOST_ALTERNATIVES = 20
 MOST_TEXTS = 4096
 USUAL_TOKENS = 16  # without max_tokens, as in OpenAI's API
-FIELDS: dict[str, RequestField] = {
-    "model": RequestField("text"),
-    "prompt": RequestField("prompts"),
-    "max_tokens": RequestField("integer", None, 0, MOST_TOKENS, nothing=(-1,)),
-    "echo": RequestField("boolean", False),
-    "logprobs": RequestField("integer", None, 0, MOST_ALTERNATIVES),
-    "best_of": RequestField(
-        "integer", 1, only=(1,), reason="Use n, and choose among the texts."
-    ),
-    "suffix": RequestField(
-        "text", "", only=("",), reason="Texts are continued at their end."
-    ),
-    **SAMPLING,
-    **OF_TEXTS,
-}
+TokenLists = Annotated[list[Integers], Field(fail_fast=True)]
+
+
+class CompletionFields(SamplingFields):
+    """What /v1/completions reads."""
+
+    harmless = OF_TEXTS
+    prompt: str | Texts | Integers | TokenLists = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists"
+    )
+    max_tokens: Count = integer(None, 0, MOST_TOKENS)
+    echo: bool = False
+    logprobs: int | None = integer(None, 0, MOST_ALTERNATIVES)
 
 
 class CompletionReply(OpenAIReply):
@@ -45,10 +43,11 @@ class CompletionReply(OpenAIReply):
 
     prefix = "cmpl-"
     kinds = ("text_completion", "text_completion")
+    asked: CompletionFields
 
     @property
     def shows_log_probs(self) -> bool:
-        return self.values["logprobs"] is not None
+        return self.asked.logprobs is not None
 
     def choice(self, index: int, delta: Delta, is_chunk: bool) -> dict[str, Any]:
         """Return a choice with what is new of its text."""
@@ -66,26 +65,27 @@ class CompletionReply(OpenAIReply):
 def completions(body: Values, model: ServedModel) -> CompletionReply:
     """Read a request. Raises RefusedRequest."""
     _check_size(body.get("prompt"), model)
-    values = read_fields(body, FIELDS, "prompt")
-    model.require_name(values["model"])
-    if values["max_tokens"] == 0 and not values["echo"]:
+    asked = CompletionFields.read(body)
+    model.require_name(asked.model)
+    if asked.max_tokens == 0 and not asked.echo:
         raise RefusedRequest(
             "max_tokens is 0 without echo, so there is nothing to answer. Use 1 or more.",
             "max_tokens",
         )
-    prompts = _prompts(values["prompt"])
-    if len(prompts) * values["n"] > MOST_TEXTS:
+    prompts = _prompts(asked.prompt)
+    count = len(prompts) * asked.n
+    if count > MOST_TEXTS:
         raise RefusedRequest(
-            f"{len(prompts)} prompts and n={values['n']} are {len(prompts) * values['n']:,} texts; a request has at "
-            f"most {MOST_TEXTS:,}. Ask for fewer.",
+            f"{len(prompts)} prompts and n={asked.n} are {count:,} texts; a request has at most {MOST_TEXTS:,}. Ask "
+            "for fewer.",
             "prompt",
         )
-    model.check_texts(len(prompts) * values["n"], "prompt")
+    model.check_texts(count, "prompt")
     parts: list[ReplyPart] = []
-    seed = seed_of(values)
+    seed = asked.first_seed()
     for number, prompt in enumerate(prompts):
-        parts += _parts_of(prompt, values, model, seed + number * values["n"])
-    return CompletionReply(parts, values, model)
+        parts += _parts_of(prompt, asked, model, seed + number * asked.n)
+    return CompletionReply(parts, asked, model)
 
 
 def _check_size(value: Any, model: ServedModel) -> None:
@@ -103,7 +103,7 @@ def _check_size(value: Any, model: ServedModel) -> None:
 
 def _prompts(value: Any) -> list[str | list[int]]:
     """Return the prompts of a request. Raises RefusedRequest for none."""
-    if isinstance(value, str) or value and is_integers(value):
+    if isinstance(value, str) or value and isinstance(value[0], int):
         return [value]
     if not value or [] in value:
         raise RefusedRequest("prompt has an empty list; give text or tokens.", "prompt")
@@ -111,27 +111,27 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _parts_of(
-    prompt: str | list[int], values: Values, model: ServedModel, seed: int
+    prompt: str | list[int], asked: CompletionFields, model: ServedModel, seed: int
 ) -> Iterator[ReplyPart]:
     """Yield the n texts of a prompt, each with a seed of its own, from `seed` on."""
     tokens = model.encode(prompt, "prompt")
-    most = values["max_tokens"]
+    most = asked.max_tokens
     if most is None:
         most = max(min(USUAL_TOKENS, model.room(tokens)), 1)
-    model.check_ids(values["stop_token_ids"], "stop_token_ids")
-    for number in range(values["n"]):
+    model.check_ids(asked.stop_token_ids, "stop_token_ids")
+    for number in range(asked.n):
         # A prompt that is only scored needs one token, which is dropped.
         request = model.request(
             "prompt",
             tokens=tokens,
-            sampling=sampling_of(values, seed + number),
+            sampling=asked.sampling(seed + number),
             max_new_tokens=max(most, 1),
-            min_new_tokens=least_of(values, max(most, 1)),
-            stop_tokens=stop_tokens_of(values, model.end_tokens),
-            alternatives=values["logprobs"],
-            scores_prompt=values["echo"] and values["logprobs"] is not None,
+            min_new_tokens=asked.least(max(most, 1)),
+            stop_tokens=asked.stop_tokens(model.end_tokens),
+            alternatives=asked.logprobs,
+            scores_prompt=asked.echo and asked.logprobs is not None,
         )
-        text = ServedText(model.tokenizer, tokens, stops_of(values), most)
-        if values["echo"]:
+        text = ServedText(model.tokenizer, tokens, asked.stops(), most)
+        if asked.echo:
             text.echo(prompt if isinstance(prompt, str) else None)
         yield ReplyPart(request, text)

@@ -1,36 +1,36 @@
-"""`GenerationLoop`: one thread that owns the generator, and the requests that other threads give it.
+"""`GenerationLoop`: one thread that owns the generator, and the requests that the event loop of a server gives it.
 
-    threads of requests                     the thread of `run`
-    job = loop.submit(requests)    →        generator.add, step, step, …
-    for index, token in job.tokens()   ←    a token of each running request
-    job.close()                    →        generator.cancel
+    tasks of the event loop                     the thread of `run`
+    with loop.submit(requests) as job     →     generator.add, step, step, …
+    async for index, token in job.tokens()  ←   a token of each running request
+    the end of the block                  →     generator.cancel
 
 A client that reads slowly never delays a step: tokens wait in a queue of its job, which is no longer than the
 requested text. A request for which the model has no token ends with an error of its own; an error of the generator
 ends the loop, and every job has it.
 """
 
-import queue
+import asyncio
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from ...errors import CallError, ConfigError
 from ..generation.generator import Generator
 from ..generation.requests import GeneratedToken, GenerationRequest
 from .refused_request import BROKEN, BUSY, RefusedRequest, closing
 
-POLL_SECONDS = 0.2  # between two looks at a stop request, or at a client
+POLL_SECONDS = 0.2  # between two looks at a stop request
 IDLE_SECONDS = (
     30.0  # between two steps without requests, so that other ranks do not time out
 )
 SHUTTING_DOWN = "the server is shutting down."
-Event = tuple[int, GeneratedToken] | RefusedRequest
+# A token of a request, an error of all, or the end of the client.
+Event = tuple[int, GeneratedToken] | RefusedRequest | None
 
 
 class TextJob:
-    """The requests of one client. Used by one thread, and closed at the end.
+    """The requests of one client. Used by one task of an event loop, and closed at the end.
 
     prompt_scores  of each request that asks for them, complete before its first token comes
     """
@@ -38,9 +38,10 @@ class TextJob:
     def __init__(self, loop: "GenerationLoop", requests: Sequence[GenerationRequest]):
         self.requests = tuple(requests)
         self.prompt_scores: dict[int, list] = {}
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._loop = loop
         self._open = set(range(len(requests)))
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._tasks = asyncio.get_running_loop()
 
     def __enter__(self) -> "TextJob":
         return self
@@ -49,25 +50,15 @@ class TextJob:
         for index in sorted(self._open):
             self.cancel(index)
 
-    def tokens(
-        self, is_gone: Callable[[], bool]
-    ) -> Iterator[tuple[int, GeneratedToken]]:
-        """Yield (number of the request, token) as they come, until all requests are complete.
+    async def tokens(self) -> AsyncIterator[tuple[int, GeneratedToken]]:
+        """Yield (number of the request, token) as they come, until all requests are complete or the client has left.
 
-        is_gone: whether the client has left, which ends the job. Raises RefusedRequest where the generator
-        fails.
+        Raises RefusedRequest where the generator fails.
         """
-        next_look = time.monotonic() + POLL_SECONDS
         while self._open:
-            # Tokens may come faster than the client can be looked at.
-            if time.monotonic() >= next_look:
-                if is_gone():
-                    return
-                next_look = time.monotonic() + POLL_SECONDS
-            try:
-                event = self.events.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                continue
+            event = await self._events.get()
+            if event is None:
+                return
             if isinstance(event, RefusedRequest):
                 raise event
             index, token = event
@@ -76,6 +67,14 @@ class TextJob:
             if token.finish is not None:
                 self._open.discard(index)
             yield index, token
+
+    def leave(self) -> None:
+        """End `tokens`, since the client has left."""
+        self._events.put_nowait(None)
+
+    def put(self, event: Event) -> None:
+        """Give `tokens` an event; called by the thread that generates."""
+        self._tasks.call_soon_threadsafe(self._events.put_nowait, event)
 
     def cancel(self, index: int) -> None:
         """End a request; it yields no further token."""
@@ -202,7 +201,7 @@ class GenerationLoop:
             try:
                 number = self._generator.add(job.requests[index])
             except ConfigError as error:  # this request alone is wrong
-                job.events.put(RefusedRequest(str(error)))
+                job.put(RefusedRequest(str(error)))
                 self._finish((job, index))
                 continue
             self._running[number] = (job, index)
@@ -217,15 +216,13 @@ class GenerationLoop:
         if isinstance(token, CallError):  # of this request alone
             self._unscored.discard(number)
             del self._running[number]
-            job.events.put(
-                RefusedRequest(str(token), status=BROKEN, code="generation_failed")
-            )
+            job.put(RefusedRequest(str(token), status=BROKEN, code="generation_failed"))
             self._finish(part)
             return
         if number in self._unscored:
             self._unscored.discard(number)
             job.prompt_scores[index] = self._generator.prompt_scores(number)
-        job.events.put((index, token))
+        job.put((index, token))
         if token.finish is not None:
             del self._running[number]
             self._finish(part)
@@ -241,4 +238,4 @@ class GenerationLoop:
             jobs = {job for job, _ in self._unfinished}
             self._unfinished.clear()
         for job in jobs:
-            job.events.put(reason)
+            job.put(reason)

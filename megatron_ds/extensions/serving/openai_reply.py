@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..generation.requests import GenerationRequest
-from .request_fields import Values
-from .sampling_fields import wants_usage
+from .sampling_fields import SamplingFields
 from .served_model import ServedModel
 from .served_text import Delta, ServedText
 
@@ -24,7 +23,7 @@ class ReplyPart:
 
 
 class OpenAIReply:
-    """parts: of the choices, in their order. values: the fields of the request.
+    """parts: of the choices, in their order. asked: the fields of the request.
 
     streams  whether the answer is sent in chunks
     prefix   of the answer's id
@@ -34,11 +33,13 @@ class OpenAIReply:
     prefix: str
     kinds: tuple[str, str]
 
-    def __init__(self, parts: Sequence[ReplyPart], values: Values, model: ServedModel):
+    def __init__(
+        self, parts: Sequence[ReplyPart], asked: SamplingFields, model: ServedModel
+    ):
         self.parts = tuple(parts)
-        self.values = values
-        self.streams = values["stream"]
-        self._ends_with_usage = wants_usage(values)
+        self.asked = asked
+        self.streams = asked.stream
+        self._ends_with_usage = asked.wants_usage()
         self._model = model.name
         self._id = f"{self.prefix}{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -89,7 +90,7 @@ class OpenAIReply:
 
     def _usage(self) -> Json:
         """Numbers of tokens. A prompt with several continuations counts once."""
-        prompts = self.parts[:: self.values["n"]]
+        prompts = self.parts[:: self.asked.n]
         read = sum(len(part.request.tokens) for part in prompts)
         written = sum(part.text.count for part in self.parts)
         return {

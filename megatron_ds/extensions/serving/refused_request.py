@@ -5,6 +5,7 @@ from typing import Any
 BAD = 400
 FORBIDDEN = 403
 ABSENT = 404
+TOO_LARGE = 413
 BUSY = 429
 BROKEN = 500
 CLOSING = 503

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.cli import Arguments, StopRequest
@@ -34,15 +35,13 @@ from megatron_ds.extensions.evaluation.checkpoint_model import (
 from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.generation.saved_flags import saved_flags
 from megatron_ds.extensions.serving.generation_loop import GenerationLoop
-from megatron_ds.extensions.serving.http_service import HttpService
-from megatron_ds.extensions.serving.routes import Serving
 from megatron_ds.extensions.serving.served_model import ServedModel
 from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.agree import on_one_rank
 from megatron_ds.training.distributed import joined
 
 PORT = 5000  # Megatron's
-LAST_ANSWER_SECONDS = 10.0  # for a client that reads the end of its answer slowly
+LAST_ANSWER_SECONDS = 10  # for a client that reads the end of its answer slowly
 logger = logging.getLogger(__name__)
 
 
@@ -52,6 +51,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         args, rest = own_flags(_parser(), argv)
         check_flags(rest)
         check(args)
+        make_service = service_class()
         launch = launching.read_launch(os.environ)
         level = logging.WARNING if launch.rank else logging.INFO
         set_up_logging(level, stream=sys.stderr)
@@ -59,9 +59,8 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
         config = evaluation_config(flags, launch)
         check_length(args.max_length, config.model.positions)
         # An address that is taken is an error before the model is loaded.
-        service = (
-            None if launch.rank else HttpService(args.host, args.port, args.cors_origin)
-        )
+        address = args.host, args.port, args.cors_origin
+        service = None if launch.rank else make_service(*address)
     try:
         with joined(config, launch) as mesh:
             model = load_model(config, mesh, args.iteration)
@@ -80,7 +79,7 @@ def run_tool(argv: Sequence[str] | None = None) -> int:
                     serve(service, served, generator, args.max_requests, stop)
     finally:
         if service is not None:
-            service.server_close()
+            service.close()
     return 0
 
 
@@ -144,6 +143,18 @@ def _parser() -> Arguments:
     return parser
 
 
+def service_class() -> Any:
+    """Return the class `HttpService`. Raises ConfigError without the packages that it needs."""
+    try:
+        from megatron_ds.extensions.serving.http_service import HttpService
+    except ImportError as error:
+        raise ConfigError(
+            f"serving needs the package {error.name}, which is not installed in this Python: pip install "
+            "'megatron_ds[serve]'"
+        ) from None
+    return HttpService
+
+
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError for numbers that cannot work."""
     if not 0 <= args.port < 1 << 16:
@@ -200,7 +211,7 @@ def served_model(
 
 
 def serve(
-    service: HttpService,
+    service: Any,
     model: ServedModel,
     generator: Generator,
     most: int,
@@ -210,7 +221,7 @@ def serve(
     # The first rendering imports for seconds, and the first look at all tokens takes one.
     _ = model.answer_ends, model.longest_text
     loop = GenerationLoop(generator, most, lambda: stop.received is not None)
-    service.start(Serving(model, loop))
+    service.start(model, loop)
     print(f"serving {model.name} at {service.url}", flush=True)
     try:
         loop.run()

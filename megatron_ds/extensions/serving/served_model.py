@@ -13,7 +13,6 @@ from ..generation.chat_turns import ChatTurns
 from ..generation.model_text import rendered_ids, text_ids
 from ..generation.requests import GenerationRequest
 from .refused_request import ABSENT, RefusedRequest
-from .request_body import MOST_BODY
 
 NO_TEMPLATE = (
     "this model has no chat template, so its messages have no text. Use /v1/completions, or start the server with "
@@ -29,6 +28,7 @@ RESERVED = {
     ),
 }
 TOO_LONG = "context_length_exceeded"  # OpenAI's
+MOST_BODY = 16 << 20  # bytes, whatever the model is
 LONGEST_ESCAPE = 6  # bytes of a character in JSON, \\u0041
 OTHER_FIELDS = 1 << 20  # bytes of a request without its texts
 FIRST_PART = 1 << 18  # characters

@@ -1,12 +1,11 @@
 """`ServedText`: the text of one request, which grows as its tokens come."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...data.tokenizers import Tokenizer
 from ..generation.requests import GeneratedToken
 from ..generation.text import TextStream
-from .generation_loop import TextJob
 from .served_tokens import TokenEntry, entry_of
 
 
@@ -104,20 +103,3 @@ class ServedText:
         self._text = ""
         self._entries = []
         return delta
-
-
-def grow(
-    job: TextJob, texts: Sequence[ServedText], is_gone: Callable[[], bool]
-) -> Iterator[int]:
-    """Add the tokens of a job to its texts. Yield the number of a text after each of its tokens.
-
-    Ends when all texts are complete, or the client `is_gone`. Raises RefusedRequest.
-    """
-    for index, token in job.tokens(is_gone):
-        text = texts[index]
-        if index in job.prompt_scores:
-            text.add_prompt(job.prompt_scores.pop(index))
-        text.add(token)
-        if text.finish is not None:
-            job.cancel(index)
-        yield index
