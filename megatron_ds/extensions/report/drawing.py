@@ -1,4 +1,4 @@
-"""Curves of runs as SVG, to be put into a page."""
+"""Curves of runs, drawn by matplotlib: files, and SVG to be put into a page."""
 
 import io
 import math
@@ -9,8 +9,8 @@ from typing import Any
 from ...errors import ConfigError
 from .recorded_run import Run
 
-# A colour for each run; they differ without colour vision, too.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+# A colour for each run; they differ without colour vision, too. The page has brighter ones for a dark screen.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f")
 STYLES: dict[str, dict[str, Any]] = {
     "train": dict(linewidth=1.2),
     "validation": dict(marker="o", linestyle="--", markersize=4),
@@ -34,19 +34,25 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def drawing_library() -> Any:
-    """matplotlib's pyplot, without a screen. Raises ConfigError without it."""
+def new_figure(inches: tuple[float, float], rows: int = 1) -> tuple[Any, list[Any]]:
+    """Return matplotlib's figure of some rows of axes, one below another, and these axes. Needs no screen.
+
+    Raises ConfigError without matplotlib.
+    """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "a report needs matplotlib, which is not installed: pip install 'megatron_ds[report]'"
+            "drawing needs matplotlib, which is not installed: pip install 'megatron_ds[report]'"
         ) from None
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    from matplotlib import pyplot
-
-    return pyplot
+    figure = Figure(inches, layout="constrained")
+    found = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
+    # A frame would distract from the curves.
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    found[-1].set_xlabel("step")
+    return figure, list(found)
 
 
 def chart(title: str, runs: Sequence[Run]) -> str | None:
@@ -69,19 +75,17 @@ def chart(title: str, runs: Sequence[Run]) -> str | None:
 
 def curves(title: str, drawn: Sequence[Curve]) -> str:
     """Return the <svg> element of curves against steps; those with a label are in a legend."""
-    pyplot = drawing_library()
-    figure, axes = pyplot.subplots(figsize=INCHES, layout="constrained")
+    figure, [axes] = new_figure(INCHES)
     for steps, values, style in drawn:
         axes.plot(steps, values, **style)
-    # Frame and legend must not distract from the curves.
-    axes.set(xlabel="step")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, ncols=3, fontsize="small")
+    # Words stay words, which a page can search and colour.
+    from matplotlib import rc_context
+
     file = io.StringIO()
-    figure.savefig(file, format="svg")
-    pyplot.close(figure)
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", transparent=True)
     return _element(file.getvalue(), title)
 
 
@@ -90,7 +94,8 @@ def _or_nan(value: float | None) -> float:
 
 
 def _element(svg: str, title: str) -> str:
-    """Return only the <svg> element, without addresses, and with names that no other chart of the page has."""
+    """Return only the <svg> element, without addresses, with names that no other chart of the page has, and with
+    colours that the page sets."""
     text = svg[svg.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
@@ -98,4 +103,7 @@ def _element(svg: str, title: str) -> str:
     prefix = title.replace(" ", "-")
     for before in (' id="', "url(#", 'href="#'):
         text = text.replace(before, f"{before}{prefix}-")
+    for number, plain in enumerate(COLOURS):
+        text = text.replace(plain, f"var(--run-{number})")
+    text = text.replace("#000000", "currentColor")
     return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)

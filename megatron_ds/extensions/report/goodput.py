@@ -1,31 +1,22 @@
-"""How a run spent its wall time: from the start of its first process to its newest record.
-
-training   steps whose result the run has kept, without their waits for data
-repeated   steps that a later process computed again, since it resumed from before them
-data       steps waited for their batch
-evaluation, saves
-measuring  plans and files of --record-memory-history, beside the step that it measures
-starting   each process, from its begin to its first step: building, loading
-stopped    no process of the run was there
-unexplained  the rest
-"""
+"""How a run spent its wall time: from the start of its first process to its newest record."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .recorded_run import Run
 
-PARTS = (
-    "training",
-    "repeated",
-    "data",
-    "evaluation",
-    "saves",
-    "measuring",
-    "starting",
-    "stopped",
-    "unexplained",
-)
+# Name of a part → what it is.
+PARTS = {
+    "training": "steps whose result the run has kept, without their waits for data",
+    "repeated": "steps that a later process computed again, since it resumed from before them",
+    "data": "steps waited for their batch",
+    "evaluation": "steps waited for an evaluation",
+    "saves": "steps waited for a checkpoint",
+    "measuring": "plans and files of --record-memory-history, after the step that it measures",
+    "starting": "each process, from its begin to its first step: imports, building, loading",
+    "stopped": "from the last record of a process to the begin of the next",
+    "unexplained": "the rest",
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,11 @@ class _Process:
 
     @property
     def ready(self) -> float:
-        return self.records[0].get("start", self.records[0].get("time", 0.0))
+        """When the first step could begin: its first record is written then. Files of earlier versions begin with a
+        log line, and have only the moment at which the file was opened."""
+        first = self.records[0]
+        is_start = first["kind"] == "process" and "time" in first
+        return first["time"] if is_start else first.get("start", first.get("time", 0.0))
 
     @property
     def began(self) -> float:

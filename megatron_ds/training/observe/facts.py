@@ -9,11 +9,12 @@ class Facts(Observer):
     """Notes the start of the process, and each checkpoint with the seconds that steps waited for it."""
 
     def run_started(self, start: RunStart) -> None:
-        """Note the process."""
+        """Note the process. The parameters of a model are counted for the one rank that writes."""
         self._note = start.note
         mesh = start.replica.mesh
-        step = start.progress.step
-        start.note(process_record(start.config, mesh, step, start.began))
+        if mesh.rank == 0:
+            step = start.progress.step
+            start.note(process_record(start.config, mesh, step, start.began))
 
     def waited_for_save(self, step: int, seconds: float) -> None:
         """Note the checkpoint."""

@@ -12,6 +12,7 @@ import torch
 from ... import __version__
 from ...config import RunConfig
 from ...mpu.mesh import Mesh
+from ..run_summary import summary_of
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class ProcessRecord:
     began        when the process began, in seconds since the epoch; building and loading follow
     settings     path of each option that has not its default → (value as text, its source)
     environment  name → text
+    about        what is trained, as `run_summary.summary_of` has it
     """
 
     step: int
     began: float
     settings: Mapping[str, tuple[str, str]]
     environment: Mapping[str, str]
+    about: Mapping[str, Any]
 
     kind = "process"
 
@@ -81,6 +84,7 @@ def process_record(
         round(time.time() - (time.monotonic() - started), 6),
         settings_of(config),
         environment_of(mesh),
+        summary_of(config, mesh.grid),
     )
 
 
