@@ -19,7 +19,8 @@ from ...errors import ConfigError
 from .recorded_run import Run, metrics_file, read_run
 
 BARS = "▁▂▃▄▅▆▇█"
-CURVE = 48  # columns
+BESIDE = 25  # columns of the frame and of the longest label, beside a curve
+LEAST = 16  # columns of a curve
 
 
 # Label → the field of a log line, and its format.
@@ -65,7 +66,7 @@ def facts(run: Run, now: float) -> dict[str, str]:
     return found
 
 
-def curve(values: Sequence[float | None], width: int = CURVE) -> str:
+def curve(values: Sequence[float | None], width: int) -> str:
     """Return the values as bars of a line of text, each the mean of as many neighbours as fit `width` columns."""
     known = [value for value in values if value is not None]
     if not known:
@@ -102,8 +103,8 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else -1
 
 
-def view(run: Run, now: float) -> Any:
-    """Return what the terminal shows: a panel of rich."""
+def view(run: Run, now: float, width: int) -> Any:
+    """Return what a terminal of so many columns shows: a panel of rich."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -111,7 +112,7 @@ def view(run: Run, now: float) -> Any:
     table = Table.grid(padding=(0, 2))
     losses = [record["loss"] for record in run.last_of_steps("train")]
     rows = facts(run, now)
-    rows["loss curve"] = curve(losses)
+    rows["loss curve"] = curve(losses, max(LEAST, width - BESIDE))
     # `Text`, since rich reads commands in a plain str.
     for label, text in rows.items():
         name = Text(label, style="dim")
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = read_run(args.run)
     console = Console()
     if args.once:
-        console.print(view(run, time.time()))
+        console.print(view(run, time.time(), console.width))
         return 0
     # The file is read again when it has grown.
     path = metrics_file(args.run)
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             now = time.time()
-            live.update(view(run, now), refresh=True)
+            live.update(view(run, now, console.width), refresh=True)
             time.sleep(args.interval)
             grown = _size(path)
             if grown != size:

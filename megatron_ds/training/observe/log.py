@@ -10,7 +10,6 @@ The numbers are those of the step's report, already on the host. Without a termi
 import logging
 import os
 import secrets
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...config import RunConfig
+from ...console import columns
 from ...features import metric_sinks
 from ...progress.ramps import Progress
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
@@ -43,8 +43,9 @@ class _Above:
     def write(self, text: str) -> None:
         _tqdm().write(text, file=self._stream, end="")
 
-    def flush(self) -> None:
-        self._stream.flush()
+    def __getattr__(self, name: str) -> Any:
+        """Return what the real stream has, such as `isatty`."""
+        return getattr(self._stream, name)
 
 
 @cache
@@ -169,14 +170,11 @@ class Log:
 
 
 def console_text(record: Record) -> str:
-    """Megatron's line; on a terminal that is too narrow for it, the short one."""
+    """Megatron's line; on a terminal that is too narrow for it, one that fits."""
     text = record.line()
+    width = columns(sys.stdout)
     widest = max(map(len, text.splitlines()))
-    return (
-        record.short()
-        if _is_terminal() and widest > shutil.get_terminal_size().columns
-        else text
-    )
+    return text if width is None or widest <= width else record.short(width)
 
 
 def _is_terminal() -> bool:

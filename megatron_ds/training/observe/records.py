@@ -1,7 +1,11 @@
 """Records that a run logs: one for an interval of training steps, one for an evaluation.
 
-Each record has `line()`, in Megatron-LM's format for log files, `short()`, which fits a terminal of 100
-columns, and `fields()`, plain values for sinks.
+Each record has `line()`, in Megatron-LM's format for log files, `short(width)`, for terminals, and `fields()`,
+plain values for sinks.
+
+Note: what a narrow terminal shows. The words of a field are the same at every width, so that a line of a terminal is
+found again in a search of these pages; fields are left out instead, the least important first, until the line fits.
+The time that is left and the rate go early, as the bar below the lines has them. Files and pipes have all of them.
 """
 
 import math
@@ -9,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from .task_record import TaskRecord
 
@@ -114,25 +118,22 @@ class TrainRecord:
         ]
         return " | ".join(fields) + " |"
 
-    def short(self) -> str:
-        """Return the most important fields; numbers of skipped and NaN steps only if they are not 0."""
-        return " | ".join(
-            (
-                f"step {self.step}/{self.steps}",
-                f"loss {self.loss:.4f}",
-                *(
-                    f"{name} {mean:.4f}"
-                    for name, mean in over_layers(self.metrics).items()
-                ),
-                f"grad norm {self.grad_norm:.3f}",
-                f"lr {self.learning_rate:.2e}",
-                rate(self.tokens_per_second),
-                *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"]),
-                *([f"{self.skipped_steps} skipped"] if self.skipped_steps else []),
-                *([f"{self.nan_steps} NaN"] if self.nan_steps else []),
-                f"ETA {timedelta(seconds=round(self.eta_seconds))}",
-            )
-        )
+    def short(self, width: int) -> str:
+        """Return the fields that fit the width; numbers of skipped and NaN steps only if they are not 0."""
+        left = clock(self.eta_seconds)
+        parts = [
+            Part(f"step {self.step}/{self.steps}"),
+            Part(f"loss {self.loss:.4f}"),
+            *_parts_over_layers(self.metrics),
+            Part(f"grad norm {self.grad_norm:.3f}", 1),
+            Part(f"lr {self.learning_rate:.2e}", 2),
+            Part(rate(self.tokens_per_second), 3),
+            *([] if self.mfu is None else [Part(f"{self.mfu:.1%} MFU", 5)]),
+            *([Part(f"{self.skipped_steps} skipped")] if self.skipped_steps else []),
+            *([Part(f"{self.nan_steps} NaN")] if self.nan_steps else []),
+            Part(f"ETA {left}", 6),
+        ]
+        return fitted(parts, width)
 
     def fields(self) -> dict[str, Any]:
         """Plain values by name, for sinks."""
@@ -179,20 +180,17 @@ class EvalRecord:
         )
         return "\n".join(("-" * len(text), text, "-" * len(text)))
 
-    def short(self) -> str:
-        """One line for a narrow terminal."""
-        return " | ".join(
-            (
-                f"{self.split} at step {self.step}",
-                f"loss {self.loss:.4f}",
-                *(
-                    f"{name} {mean:.4f}"
-                    for name, mean in over_layers(self.metrics).items()
-                ),
-                *([f"perplexity {self.perplexity:.2f}"] if self.is_of_tokens else []),
-                f"{self.eval_seconds:.2f} s",
-            )
-        )
+    def short(self, width: int) -> str:
+        """Return the fields that fit the width."""
+        perplexity = self.perplexity
+        parts = [
+            Part(f"{self.split} at step {self.step}"),
+            Part(f"loss {self.loss:.4f}"),
+            *_parts_over_layers(self.metrics),
+            *([] if perplexity is None else [Part(f"perplexity {perplexity:.2f}", 1)]),
+            Part(f"{self.eval_seconds:.2f} s", 5),
+        ]
+        return fitted(parts, width)
 
     def fields(self) -> dict[str, Any]:
         """Plain values by name, for sinks."""
@@ -232,7 +230,7 @@ class SpikeRecord:
             f"{self.samples - 1} of the run"
         )
 
-    def short(self) -> str:
+    def short(self, width: int) -> str:
         """Return the same: a spike is rare."""
         return self.line()
 
@@ -279,7 +277,7 @@ class RerunRecord:
         plural = "s" if len(self.ranks) > 1 else ""
         return f"on rank{plural} {', '.join(self.ranks)}, whose own gradients differ"
 
-    def short(self) -> str:
+    def short(self, width: int) -> str:
         """Return the same: such a step is rare."""
         return self.line()
 
@@ -297,6 +295,37 @@ RERUN_TEXTS = {
     "that), or the hardware fails often. Training goes on with the gradients of the third run",
 }
 Record = TrainRecord | EvalRecord | TaskRecord | SpikeRecord | RerunRecord
+
+
+class Part(NamedTuple):
+    """A field of a line for terminals. order: of those that are left out on a narrow one, the largest goes first; 0:
+    always shown"""
+
+    text: str
+    order: int = 0
+
+
+def fitted(parts: Sequence[Part], width: int) -> str:
+    """Return the parts in their order, without those that do not fit: of equal ones the last goes first."""
+    shown = list(parts)
+    while True:
+        line = " | ".join(part.text for part in shown)
+        least = max(range(len(shown)), key=lambda place: (shown[place].order, place))
+        if len(line) <= width or not shown[least].order:
+            return line
+        del shown[least]
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as bars show it: 04:37, 1:18:11."""
+    from tqdm import tqdm
+
+    return tqdm.format_interval(round(seconds))
+
+
+def _parts_over_layers(metrics: Mapping[str, float]) -> list[Part]:
+    values = over_layers(metrics)
+    return [Part(f"{name} {mean:.4f}", 4) for name, mean in values.items()]
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -31,7 +31,7 @@ class TaskRecord:
         metrics = "".join(f"{name}: {x:.6f} | " for name, x in self.values.items())
         return f" tasks at iteration {self.step} | {metrics}evaluation time (s): {seconds:.2f} | "
 
-    def short(self) -> str:
+    def short(self, width: int) -> str:
         """Return the same: an evaluation is rare."""
         return self.line()
 
