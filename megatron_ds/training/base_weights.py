@@ -22,15 +22,11 @@ from ..errors import CheckpointError, MismatchError
 from ..mpu.agree import on_all_ranks, on_one_rank
 from ..mpu.group import Group
 from .build import Replica
-from .foreign_checkpoints import foreign_checkpoints, has_checkpoint
-from .run_checkpoint import (
-    Start,
-    check_may_start,
-    check_same_run,
-    find_weights,
-    frozen_pieces,
-    known_folder,
-)
+from .foreign_checkpoints import foreign_checkpoints
+from .found_checkpoints import has_checkpoint
+from .run_checkpoint import check_same_run, frozen_pieces
+from .start import Start, known_folder
+from .start_folder import check_may_start, find_weights
 
 logger = logging.getLogger(__name__)
 FLAG = "--pretrained-checkpoint"
@@ -110,6 +106,24 @@ def find_base(config: RunConfig, description: dict, world: Group) -> BaseWeights
         lambda: foreign_checkpoints(below.checkpoint.load).read(below, start.foreign),
     )
     return BaseWeights(checkpoint, start, foreign)
+
+
+def checked_base(
+    config: RunConfig, description: dict, start: Start, is_own: bool, world: Group
+) -> BaseWeights | None:
+    """Return the weights below the added ones, as `find_base`, of a run whose checkpoint is that of the same run.
+
+    start: what the run loads. is_own: from the --load folder that the user gave. Collective over the world. Raises
+    MismatchError where data, model or base differ from those of the checkpoint.
+    """
+    checkpoint = config.checkpoint
+    if start.step is not None:
+        check = check_same_run if is_own else check_same_weights
+        on_all_ranks(world, lambda: check(start.run, description, checkpoint))
+    base = find_base(config, description, world)
+    if start.step is not None:
+        on_all_ranks(world, lambda: check_same_base(start.run, base, config))
+    return base
 
 
 def check_same_weights(

@@ -4,16 +4,16 @@ The formats are those of compat/conversion. Without it, --load takes this packag
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.load import latest
-from ..checkpoint.pieces import Piece
-from ..checkpoint.place import place_of
 from ..config import RunConfig
 from ..config.options.training import CheckpointConfig
 from ..features import Provided
 from ..progress.ramps import Progress
 from .build import Replica
+
+if TYPE_CHECKING:
+    from ..checkpoint.pieces import Piece
 
 FOREIGN_CHECKPOINTS: Provided[Any] = Provided("foreign checkpoints")
 
@@ -47,7 +47,7 @@ class ForeignCheckpoints:
         self,
         replica: Replica,
         found: Any,
-        pieces: Sequence[Piece],
+        pieces: "Sequence[Piece]",
         checkpoint: CheckpointConfig,
     ) -> Progress:
         """Fill weights and optimizer state from `found`, as the options `checkpoint` ask. Returns the progress.
@@ -66,25 +66,3 @@ def foreign_checkpoints(*folders: str | None) -> ForeignCheckpoints:
     if not any(folders):
         return NONE
     return FOREIGN_CHECKPOINTS.find() or NONE
-
-
-def has_checkpoint(folder: str | None, load_format: str | None = None) -> bool:
-    """Return whether the folder holds a checkpoint, of this package or another program. Raises CheckpointError for
-    one of this package that is not complete."""
-    if folder is None:
-        return False
-    if foreign_checkpoints(folder).format_of_folder(folder, load_format) is not None:
-        return True
-    return place_of(folder).is_dir() and latest(folder) is not None
-
-
-def folder_of_model(given: Mapping[str, Any]) -> str | None:
-    """Return the folder whose model a run has: --load, or --pretrained-checkpoint where that has no checkpoint.
-
-    given: values of flags by the paths of their options
-    """
-    load = given.get("checkpoint.load")
-    pretrained = given.get("checkpoint.pretrained_checkpoint")
-    if pretrained is None or has_checkpoint(load, given.get("checkpoint.load_format")):
-        return load
-    return pretrained

@@ -9,13 +9,13 @@ from ..checkpoint.load import latest, read_run
 from ..checkpoint.place import place_of
 from ..checkpoint.tokenizer_files import FIELDS, local_copies
 from ..config import RunConfig, Source
-from ..config.sources.config_text import from_dict
+from ..config.saved_values import from_dict
 from ..config.sources.flags import read_flags
 from ..config.sources.reading import Setting
 from ..config.training_schedule import counts_tokens, train_span
 from ..errors import CheckpointError
 from ..features import sections_without_features
-from .foreign_checkpoints import folder_of_model
+from .found_checkpoints import folder_of_model
 
 WANTED = "checkpoint.use_checkpoint_args"
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")

@@ -25,7 +25,7 @@ class RunStart:
     progress      what the loaded checkpoint has consumed; zeros for a start from scratch
     began         time.monotonic() at the start of the process
     write         function (record): writes it to the console and to the sinks, on rank 0; nothing on other ranks
-    note          function (fact): adds a `run_facts.Fact` to metrics.jsonl, on rank 0
+    note          function (fact): adds a `run_facts.RunFact` to metrics.jsonl, on rank 0
     request_stop  function (why): the run saves and stops after the step under way, as after a signal. One rank is
                   enough
     """

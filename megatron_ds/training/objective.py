@@ -7,7 +7,7 @@ from ..data.tokenizers import Tokenizer
 from ..progress.ramps import Progress
 from .build import Replica
 from .loaders import Loaders
-from .run_checkpoint import Start
+from .start import Start
 
 
 class Prepare(Protocol):

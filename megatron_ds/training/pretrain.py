@@ -15,36 +15,30 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import __version__
-from ..checkpoint.disk_space import check_room
-from ..checkpoint.folder import check_writable, find
-from ..checkpoint.lock import SaveLock
-from ..checkpoint.place import place_of
-from ..checkpoint.tokenizer_files import keep_tokenizer_files
 from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, parse
-from ..config.options.training import CheckpointConfig
 from ..config.parse import KnownNames
 from ..config.sources.combine import MOCK_INSTEAD
 from ..config.sources.flags import read_flags
 from ..config.sources.named_features import import_named
+from ..config.sources.reading import Setting
 from ..console import set_up_logging
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer
 from ..errors import ConfigError, DeviceMemoryError
-from ..features import features, missing_wings
+from ..features import Provided, features, missing_wings
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import on_all_ranks, on_one_rank
 from ..mpu.collectives import all_gather_object
-from ..mpu.launch import Launch
+from ..mpu.launch_facts import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
@@ -53,43 +47,16 @@ from ..planning.run_model import data_kind
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
 from ..progress.ramps import Progress
-from .base_weights import (
-    BaseWeights,
-    check_same_base,
-    check_same_weights,
-    find_base,
-    load_base,
-    started_from_pretrained,
-)
 from .build import Replica, build_replica
-from .data_facts import require_same_data
 from .distributed import joined
-from .evaluation_tasks import check_evaluation_tasks
-from .foreign_checkpoints import folder_of_model, foreign_checkpoints
-from .from_checkpoint import (
-    options_of_checkpoint,
-    saved_config,
-    with_saved_schedule,
-)
+from .foreign_checkpoints import foreign_checkpoints
 from .loaders import Loaders
 from .objective import Prepare, open_objective
 from .observe.log import Log, check_log, open_log
-from .observe.profile_check import check_profile
-from .observe.sink import check_folder
 from .observers import observers_of
 from .restart import continued
-from .run_checkpoint import (
-    Start,
-    all_pieces,
-    check_same_run,
-    clear_save_folder,
-    describe_run,
-    find_start,
-    known_folder,
-    largest_pieces,
-    load_run,
-    save_folder,
-)
+from .run_description import describe_run
+from .run_start import find_start, save_folder
 from .run_tokenizer import with_tokenizer
 from .samples import (
     build_loaders,
@@ -97,8 +64,11 @@ from .samples import (
     rearranged,
     wanted_samples,
 )
-from .startup_text import describe
+from .start import Start
 from .trainer import Trainer
+
+if TYPE_CHECKING:
+    from .base_weights import BaseWeights
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
 KNOWN_NAMES: KnownNames = {
@@ -108,6 +78,10 @@ KNOWN_NAMES: KnownNames = {
     "data.tokenizer_type": TOKENIZERS,
     "data.dataloader_type": ORDERS,
 }
+# Options of folders whose checkpoints may give defaults. What reads checkpoints is loaded by runs with such folders.
+FOLDERS = ("checkpoint.load", "checkpoint.pretrained_checkpoint")
+# (Loaders, the copy of the data that each rank has, Mesh) -> Loaders that compare what ranks read of them.
+SECOND_READING: Provided[Any] = Provided("second reading")
 logger = logging.getLogger(__name__)
 
 
@@ -191,9 +165,18 @@ def _configure(
     _set_up_logging(launch.rank)
     # Flags alone name a folder whose model gives defaults.
     flags = {setting.path: setting.value for setting in read_flags(argv).settings}
-    of_others = foreign_checkpoints(folder_of_model(flags))
+    folder = None
+    if any(flags.get(path) is not None for path in FOLDERS):
+        from .found_checkpoints import folder_of_model
+
+        folder = folder_of_model(flags)
+    of_others = foreign_checkpoints(folder)
     foreign = of_others.defaults(argv)
-    saved = () if foreign else options_of_checkpoint(argv)
+    saved: Sequence[Setting] = ()
+    if folder is not None and not foreign:
+        from .from_checkpoint import options_of_checkpoint
+
+        saved = options_of_checkpoint(argv)
     config = parse(
         argv,
         world_size=launch.world_size,
@@ -227,7 +210,7 @@ class Opened:
     loaders: Loaders
     description: dict
     start: Start
-    base: BaseWeights | None
+    base: "BaseWeights | None"
     foreign: Any
     prepare: Prepare
 
@@ -244,7 +227,10 @@ def train(
     world = mesh.group("world")
     as_given = continued(as_given, world, os.environ)
     recorded = as_given
-    as_given = started_from_pretrained(as_given, world)
+    if as_given.checkpoint.pretrained_checkpoint is not None:
+        from .base_weights import started_from_pretrained
+
+        as_given = started_from_pretrained(as_given, world)
     checkpoint = as_given.checkpoint
     if mesh.rank == 0:
         logger.info(
@@ -269,8 +255,10 @@ def train(
         _leave_if_stopped(stop, mesh)
         # The save folder, before the first step: a full disk is an error now, not in hours.
         if checkpoint.save:
+            from .prepared_folder import prepare_saves
+
             given = recorded.checkpoint
-            description |= _prepare_saves(replica, progress, lock, stop, given)
+            description |= prepare_saves(replica, progress, lock, stop, given)
         # Train, then make sure that the folder was ours to the end.
         trainer = Trainer(
             replica,
@@ -284,8 +272,10 @@ def train(
         )
         reason = trainer.run()
         if checkpoint.save:
+            from .prepared_folder import name_last_checkpoint
+
             on_one_rank(world, lambda: lock.check())
-            _name_last_checkpoint(trainer, mesh)
+            name_last_checkpoint(trainer, mesh)
     was_complete = (
         progress.step
         and make_length(config).is_reached(progress)
@@ -313,8 +303,11 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     of_others = foreign_checkpoints(checkpoint.load)
     # The data, under the schedule of the saved run.
     start = find_start(checkpoint, world, recorded.checkpoint)
-    as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
-    recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
+    if start.run:
+        from .from_checkpoint import with_saved_schedule
+
+        as_given = with_saved_schedule(as_given, start.run, checkpoint.load)
+        recorded = with_saved_schedule(recorded, start.run, checkpoint.load)
     planned = on_all_ranks(world, lambda: planned_samples(start.run, as_given))
     config, tokenizer, loaders = on_all_ranks(
         world, lambda: _open_data(as_given, planned, mesh)
@@ -322,19 +315,21 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     description = describe_run(config, recorded, tokenizer, start.run_id)
     description |= {"planned_samples": planned}
     identity = description["identity"]
-    copies = require_same_data(config, identity, tokenizer, loaders, world)
-    if copies is not None:
-        from .second_reading import with_second_reading
+    copies = None
+    if world.size > 1:
+        from .data_facts import require_same_data
 
+        copies = require_same_data(config, identity, tokenizer, loaders, world)
+    with_second_reading = None if copies is None else SECOND_READING.find()
+    if with_second_reading is not None:
         loaders = with_second_reading(loaders, copies, mesh)
     # The weights.
-    if start.step is not None:
+    base = None
+    if start.step is not None or checkpoint.pretrained_checkpoint is not None:
+        from .base_weights import checked_base
+
         is_own = checkpoint.load == recorded.checkpoint.load
-        check = check_same_run if is_own else check_same_weights
-        on_all_ranks(world, lambda: check(start.run, description, checkpoint))
-    base = find_base(config, description, world)
-    if start.step is not None:
-        on_all_ranks(world, lambda: check_same_base(start.run, base, config))
+        base = checked_base(config, description, start, is_own, world)
     if base is not None:
         description |= {"base": base.identity}
     foreign = on_all_ranks(world, lambda: of_others.read(config, start.foreign))
@@ -350,8 +345,9 @@ def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
     """Build the model and its optimizer, and describe them in the log. Collective over the world."""
     config = opened.config
     replica = build_replica(config, mesh, plan_replica(config, mesh))
-    if mesh.rank == 0:
-        logger.info("%s", describe(replica, source, opened.as_given))
+    for feature in features():
+        if mesh.rank == 0 and feature.described is not None:
+            logger.info("%s", feature.described(replica, source, opened.as_given))
     for feature in features():
         prepared = "" if feature.prepared is None else feature.prepared(replica)
         if prepared:
@@ -363,11 +359,18 @@ def _load(replica: Replica, opened: Opened) -> tuple[Progress, dict]:
     """Load the weights and prepare the objective. Returns the progress of the checkpoint, and the description of the
     run. Collective over the world."""
     if opened.base is not None:
+        from .base_weights import load_base
+
         load_base(replica, opened.base)
-    if opened.foreign is None:
+    progress = Progress()
+    if opened.start.step is not None:
+        from .run_checkpoint import load_run
+
         progress = load_run(replica, opened.start)
         _log_changes(replica, opened, progress)
-    else:
+    elif opened.foreign is not None:
+        from .run_checkpoint import all_pieces
+
         of_others = foreign_checkpoints(opened.config.checkpoint.load)
         progress = of_others.load(
             replica, opened.foreign, all_pieces(replica), opened.config.checkpoint
@@ -385,6 +388,7 @@ def _log_changes(replica: Replica, opened: Opened, progress: Progress) -> None:
         return
 
     from .continued_schedule import changes
+    from .from_checkpoint import saved_config
 
     def texts() -> list[str]:
         before = saved_config(run, opened.config.checkpoint.load)
@@ -395,65 +399,11 @@ def _log_changes(replica: Replica, opened: Opened, progress: Progress) -> None:
             logger.warning("%s", text)
 
 
-def _name_last_checkpoint(trainer: Trainer, mesh: Mesh) -> None:
-    """Log on rank 0 the path of the newest checkpoint, if there is one."""
-    if mesh.rank:
-        return
-    save = known_folder(trainer.config.checkpoint.save)
-    if path := find(place_of(save), trainer.saves.step):
-        logger.info("the last checkpoint is %s", path)
-
-
-def _prepare_saves(
-    replica: Replica,
-    progress: Progress,
-    lock: SaveLock,
-    stop: StopRequest,
-    given: CheckpointConfig,
-) -> dict:
-    """Check the save folder and its room, and keep the tokenizer there. Returns what run.json has of its files.
-
-    given: the options of the user
-    Collective over the world.
-    """
-    config = replica.config
-    world = replica.mesh.group("world")
-    on_one_rank(world, lambda: _stop_when_lost(lock, stop))
-    clear_save_folder(given, world)
-    _check_room(replica, progress)
-    return on_one_rank(world, lambda: keep_tokenizer_files(config))
-
-
-def _stop_when_lost(lock: SaveLock, stop: StopRequest) -> None:
-    """On rank 0. A run that has lost its save folder stops at the next step; its last save raises the error."""
-    lock.on_lost = lambda: stop.request(
-        "the news that another job has taken over the save folder"
-    )
-    lock.check()
-
-
 def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
     """Raises `Stopped` if any rank received a signal. Collective over the world: one all-gather."""
     received = all_gather_object(stop.received, mesh.group("world"))
     if any(received):
         raise Stopped(before_training(next(filter(None, received))))
-
-
-def _check_room(replica: Replica, progress: Progress) -> None:
-    """Raises CheckpointError when the save folder has no room for one checkpoint. Collective."""
-    config = replica.config
-    mesh = replica.mesh
-    checkpoint = config.checkpoint
-    steps = make_length(config).steps_after(progress)
-    saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
-    check_room(
-        place_of(known_folder(checkpoint.save)),
-        largest_pieces(replica),
-        coordinates=mesh.coordinates,
-        world=mesh.group("world"),
-        saves=saves,
-        limit=checkpoint.save_total_limit,
-    )
 
 
 def _nothing_to_do(config: RunConfig, progress: Progress) -> str:
@@ -512,17 +462,17 @@ def _open_data(
 
 
 def _check_outputs(config: RunConfig, mesh: Mesh) -> None:
-    """Raises ConfigError or CheckpointError when an output file or folder cannot be written, or a profile not be
-    made on the device."""
-    check_profile(config.profiler, mesh.device)
+    """Raises ConfigError or CheckpointError when an output file or folder cannot be written."""
+    for feature in features():
+        if feature.outputs is not None:
+            feature.outputs(config, mesh)
     if config.checkpoint.save:
+        from ..checkpoint.folder import check_writable
+        from ..checkpoint.place import place_of
+
         check_writable(place_of(config.checkpoint.save))
-    if config.logging.trace:
-        check_folder("--trace", Path(config.logging.trace))
     if mesh.rank == 0:
         check_log(config)
-        if config.train.eval_tasks:
-            check_evaluation_tasks()
 
 
 @contextmanager

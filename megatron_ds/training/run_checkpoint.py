@@ -1,291 +1,40 @@
-"""Checkpoints of a training run: where it starts, values saved with the tensors, and those that must agree.
+"""Checkpoints of a training run: values saved with the tensors, and those that must agree.
 
-    iter_0000123/run.json    config (re-runs the job), progress, identity of model, tokenizer and data,
-                             optimizer scalars
-
-    --load D, D has a checkpoint       that run continues under its run id (with --finetune: a new run)
-    --load D --save D, D has none      a new run: the same command starts and resumes
-    --load D, D has none               an error: a misspelt folder must not start a run from scratch
-    no --load                          a new run
-
-A *run id* is random. A start from scratch creates it, and run.json of each checkpoint of the run has it.
+iter_0000123/run.json    config (re-runs the job), progress, identity of model, tokenizer and data,
+                         optimizer scalars
 """
 
-import difflib
 import logging
 import math
-import os
-import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from .. import __version__
 from ..checkpoint.disk_space import bytes_in, size
-from ..checkpoint.load import check_same_model, differences, latest, load, read_run
-from ..checkpoint.lock import locked
+from ..checkpoint.load import check_same_model, differences, load
 from ..checkpoint.pieces import WEIGHT, Piece
-from ..checkpoint.place import is_store, place_of
+from ..checkpoint.place import place_of
 from ..checkpoint.run_file import progress_of, require, unloadable
 from ..checkpoint.save import Saving
-from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
-from ..config import RunConfig, Source
+from ..config import RunConfig
 from ..config.options.training import CheckpointConfig
-from ..config.sources.config_text import to_dict
-from ..data.loading.blend import parse_split, read_sources
-from ..data.loading.datasets import identify
-from ..data.tokenizers import Tokenizer
-from ..errors import CheckpointError, ConfigError, MismatchError
-from ..features import record
-from ..launch_env import run_in
+from ..errors import CheckpointError, MismatchError
 from ..models.identity import (
     MOE_FIELDS,
     model_identity,
     why_positions_differ,
     with_positions_of,
 )
-from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
-from ..mpu.group import Group
 from ..mpu.host_reads import wait_for_work
-from ..planning.run_model import data_kind
 from ..progress.ramps import Progress
 from ..zero.settings import ZeroSettings
 from .build import Replica
-from .foreign_checkpoints import foreign_checkpoints, has_checkpoint
+from .start import Start, known_folder
 
 logger = logging.getLogger(__name__)
-
-
-# ------------------------------------------------------------------ where a run starts
-@dataclass(frozen=True)
-class Start:
-    """step, run: of the checkpoint to load, and its run.json; None and {} for a start from scratch.
-
-    foreign: format of the checkpoint, if another program wrote it; step and run are then None and {}
-    """
-
-    step: int | None
-    run: dict
-    run_id: str
-    foreign: str | None = None
-
-
-def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextManager:
-    """Return the lock of the --save folder, if any. Collective. Raises CheckpointError when another job holds it."""
-    return (
-        nullcontext()
-        if checkpoint.save is None
-        else locked(place_of(checkpoint.save), world)
-    )
-
-
-def find_start(
-    checkpoint: CheckpointConfig, world: Group, given: CheckpointConfig | None = None
-) -> Start:
-    """Return the start that rank 0 finds in the folders, on all ranks. Collective; called inside `save_folder`.
-
-    given: the options of the user, where `checkpoint` has --pretrained-checkpoint as --load
-    Raises CheckpointError when there is nothing to load, or when --save holds another run.
-    """
-
-    def look() -> Start:
-        start = _look(checkpoint)
-        _check_save_folder(given or checkpoint, start)
-        return start
-
-    return on_one_rank(world, look)
-
-
-def find_weights(checkpoint: CheckpointConfig) -> Start:
-    """Return the checkpoint in the --load folder, whose weights are taken. Raises CheckpointError if there is
-    none.
-    """
-    folder = checkpoint.load
-    if not has_checkpoint(folder, checkpoint.load_format):
-        raise CheckpointError(
-            f"--pretrained-checkpoint {folder}: no complete checkpoint there. Give the folder that was --save of the "
-            "run that trained the weights, or a folder of another program's checkpoint."
-        )
-    start = _look(checkpoint)
-    # The identifier of the run that trained them.
-    return replace(start, run_id=run_id_of(start.run) or "")
-
-
-def known_folder(folder: str | None) -> str:
-    """Return the --save or --load folder of a caller that needs it, and has looked whether it is given."""
-    assert folder is not None, "the caller has looked"
-    return folder
-
-
-def clear_save_folder(given: CheckpointConfig, world: Group) -> None:
-    """Move another run in the folder into a subfolder if --overwrite-save is given. Collective; after the
-    load. given: the options of the user"""
-    if given.overwrite_save and not _continues_in_place(given):
-        on_one_rank(world, lambda: _move_aside(known_folder(given.save)))
-
-
-def _move_aside(save: str) -> None:
-    if is_store(save):
-        raise CheckpointError(
-            f"--save {save} --overwrite-save: a store cannot rename the checkpoints that are there. Give another "
-            "--save, or move them with the tools of the store."
-        )
-    move_aside(Path(save))
-
-
-def _look(checkpoint: CheckpointConfig) -> Start:
-    run_id = run_in(os.environ) or secrets.token_hex(4)
-    if checkpoint.load is None:
-        return Start(None, {}, run_id)
-    of_others = foreign_checkpoints(checkpoint.load)
-    if foreign := of_others.format_of_folder(checkpoint.load, checkpoint.load_format):
-        return Start(None, {}, run_id, foreign)
-    step = latest(checkpoint.load)
-    if step is None:
-        check_may_start(checkpoint)
-        logger.info("%s holds no checkpoint: starting from scratch", checkpoint.load)
-        return Start(None, {}, run_id)
-    run = read_run(checkpoint.load, step)
-    return Start(step, run, run_id if checkpoint.finetune else run_id_of(run) or run_id)
-
-
-def check_may_start(checkpoint: CheckpointConfig) -> None:
-    """Raises MismatchError unless the --load folder, which holds no checkpoint, is also --save."""
-    folder = place_of(known_folder(checkpoint.load))
-    if checkpoint.exit_on_missing_checkpoint:
-        raise MismatchError(
-            f"--load {folder}: no complete checkpoint there, and "
-            "--exit-on-missing-checkpoint is given. Check the path, or remove the flag to "
-            "start from scratch."
-        )
-    if checkpoint.save and _same_folder(folder, place_of(checkpoint.save)):
-        return
-    # The names of folders beside it may show a misspelling.
-    what = "holds no checkpoint" if folder.is_dir() else "does not exist"
-    names = (
-        [path.name for path in folder.parent.iterdir() if path.is_dir()]
-        if folder.parent.is_dir()
-        else []
-    )
-    close = [
-        str(folder.parent / name)
-        for name in difflib.get_close_matches(folder.name, names)
-    ]
-    hint = (
-        f" Did you mean {' or '.join(close)}?" if close and not folder.is_dir() else ""
-    )
-    raise MismatchError(
-        f"--load {folder}: the folder {what}, and a start from scratch would look like a "
-        f"resumed run.{hint} Correct the path, or omit --load to start from scratch. To "
-        "start and resume with one command, give the same folder to --save and --load."
-    )
-
-
-def _check_save_folder(given: CheckpointConfig, start: Start) -> None:
-    if given.save is None or given.overwrite_save or _continues_in_place(given):
-        return
-    to_continue, to_begin = _advice_of_save_folder(given)
-    check_vacant(
-        place_of(given.save), start.run_id, start.step or 0, to_continue, to_begin
-    )
-
-
-def _advice_of_save_folder(given: CheckpointConfig) -> tuple[str, str]:
-    """Return how to continue the run in the --save folder, and how to begin it again if it has no checkpoint."""
-    save = known_folder(given.save)
-    load = given.load
-    is_same = load and _same_folder(place_of(load), place_of(save))
-    change = f"Add --load {save}"
-    if is_same:
-        change = "Remove --finetune"
-    elif load:
-        change = f"Use --load {save}"
-    to_begin = f"{change} to start that run again from scratch, as it has no checkpoint"
-    if load and given.finetune and not is_same:
-        change += " without --finetune"
-        to_begin = (
-            f"Use --pretrained-checkpoint {load} --load {save} in place of --load {load} --finetune to start that "
-            "run again from these weights, as it has no checkpoint"
-        )
-    return f"{change} to continue that run", to_begin
-
-
-def _continues_in_place(checkpoint: CheckpointConfig) -> bool:
-    return bool(
-        checkpoint.load
-        and checkpoint.save
-        and not checkpoint.finetune
-        and _same_folder(place_of(checkpoint.load), place_of(checkpoint.save))
-    )
-
-
-def _same_folder(one: Path, other: Path) -> bool:
-    if one.exists() and other.exists():
-        return one.samefile(other)
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
-# ------------------------------------------------------------------ saving and loading
-def describe_run(
-    config: RunConfig, as_given: RunConfig, tokenizer: Tokenizer, run_id: str
-) -> dict:
-    """Return the values of run.json that all checkpoints of a run share: how to start it, and its identity.
-
-    as_given: the config as the user wrote it; `config` also has the size of the tokenizer's vocabulary.
-    --overwrite-save is left out: it permits one start, not later ones with run.json as --config.
-    """
-    once = as_given.with_values(
-        {"checkpoint.overwrite_save": False}, Source("derived", "for one start only")
-    )
-    identity = {
-        "model": model_identity(config.model),
-        "tokenizer": {"fingerprint": tokenizer.fingerprint},
-        "data": _data_identity(config),
-    }
-    added = config.added_weights
-    if added is not None:
-        identity[added.noun] = dict(added.identity)
-    return {
-        "version": __version__,
-        "run_id": run_id,
-        "identity": identity,
-        "config": to_dict(once if as_given.checkpoint.overwrite_save else as_given),
-        "world_size": config.world_size,
-        "features": record(),
-    }
-
-
-def _data_identity(config: RunConfig) -> dict:
-    """Return the values that determine the training samples and their order.
-
-    Corpora are identified by content, since they may be moved, or the same split written differently.
-    Validation data is left out: it may change between starts.
-    """
-    data = config.data
-    sources = read_sources(config.data)
-    whole = sources.whole.values if sources.whole else ()
-    train = sources.parts[0].values if sources.parts else ()
-    identity = {
-        "data_path": identify(whole),
-        "train_data_path": identify(train),
-        "split": list(parse_split(data.splits)) if whole else None,
-        "mock_data": data.mock_data,
-        "dataloader_type": data.dataloader_type,
-        "seq_length": config.model.seq_length,
-        "seed": config.train.seed,
-    }
-    if data.blend_weights != "samples":
-        identity["blend_weights"] = data.blend_weights
-    if config.sample_order is not None:
-        identity |= config.sample_order.identity
-    if data.fim_data:
-        identity["fill_in_the_middle"] = data.fill_in_the_middle
-    return identity | data_kind(config).identity(config)
 
 
 def save_run(replica: Replica, progress: Progress, description: dict) -> bool:
@@ -322,16 +71,6 @@ def new_saving(replica: Replica, progress: Progress) -> Saving:
         checkpoint.save_total_limit,
         checkpoint.save_retain_interval,
     )
-
-
-def check_states(replica: Replica, description: Mapping) -> None:
-    """Raises ConfigError where an observer keeps state under a name that run.json has for something else."""
-    own = {*description, "progress", "optimizer"}
-    for name in sorted(own & replica.states.keys()):
-        raise ConfigError(
-            f"an observer keeps its state under {name!r}, which run.json has for something else. Use another name in "
-            "`replica.states`."
-        )
 
 
 def run_values(replica: Replica, progress: Progress, description: dict) -> dict:

@@ -9,7 +9,6 @@ ranks after the next step.
 
 import importlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +18,9 @@ from ..host.pace import Pace
 from ..mpu.agree import on_one_rank
 from ..progress.ramps import Progress
 from .build import Replica
+from .no_saves import NoSaves
 from .observer import due
 from .run_checkpoint import (
-    check_states,
     is_finite,
     log_saved,
     new_saving,
@@ -50,21 +49,11 @@ class _Pending:
     stall: float
 
 
-class Saves:
-    """Saves of one run.
-
-    step       of the newest complete checkpoint of this process, or of the one that it loaded; -1 without one
-    tried      the last step at which a save was asked for
-    check      called before a save; an error that it raises on all ranks prevents the save
-    report     called for each complete checkpoint: its step, and the seconds that steps waited for it
-    """
+class Saves(NoSaves):
+    """Saves of one run with --save."""
 
     def __init__(self, replica: Replica, description: dict, loaded_step: int | None):
-        check_states(replica, description)
-        self.step = -1 if loaded_step is None else loaded_step
-        self.tried = -1
-        self.check: Callable[[], None] = lambda: None
-        self.report: Callable[[int, float], None] = lambda step, seconds: None
+        super().__init__(replica, description, loaded_step)
         self._engine = replica
         self._description = description
         self._copies: Copies | None = None
@@ -78,7 +67,6 @@ class Saves:
             importlib.import_module("..checkpoint.storage", __package__)
 
     def save(self, progress: Progress, is_last: bool = False) -> None:
-        """Save this moment, in the background if --async-save is given and training goes on. Collective."""
         self.finish()
         self.check()
         self.tried = progress.step
@@ -91,14 +79,12 @@ class Saves:
                 self.report(progress.step, time.perf_counter() - begin)
 
     def before_training(self, progress: Progress) -> None:
-        """Save the start of a run, if --extra-save-iters has 0. Collective over the world."""
         checkpoint = self._engine.config.checkpoint
         is_asked = checkpoint.save and 0 in checkpoint.extra_save_iters
         if is_asked and progress.step == 0:
             self.save(progress)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a save follows this step. Collective over the world if --trigger-path is given."""
         checkpoint = self._engine.config.checkpoint
         if not checkpoint.save:
             return False
@@ -117,7 +103,6 @@ class Saves:
         return on_one_rank(world, lambda: take_save_file(config.train))
 
     def at_end(self, progress: Progress) -> None:
-        """Wait for the save under way, and save the last step unless that has been done or tried. Collective."""
         self.finish()
         known = (self.step, self.tried)
         if self._engine.config.checkpoint.save and progress.step not in known:
@@ -137,16 +122,11 @@ class Saves:
             self._pending.stall += time.perf_counter() - begin
 
     def after_step(self, ready: int) -> None:
-        """Go on with the save under way when all ranks are ready. ready: the ranks that are. Collective."""
         pending = self._pending
         if pending is not None and ready == self._engine.mesh.group("world").size:
             self._advance(pending)
 
     def finish(self) -> None:
-        """Wait for the save under way, if any, until its end. Collective over the world.
-
-        Raises CheckpointError on all ranks when any rank failed.
-        """
         while (pending := self._pending) is not None:
             self._advance(pending)
 

@@ -26,10 +26,10 @@ from .evaluations import Evaluations
 from .interval import LoggedInterval
 from .loaders import Loaders
 from .moments import RunStart, StepEnd, Stop
+from .no_saves import make_saves
 from .observe.log import Log
 from .observe.records import Record, TrainRecord
 from .observer import Observer, due
-from .saves import Saves
 from .step import StepOutcome, train_step
 from .step_size import StepSize, StepSizes
 from .stopping import Stopping
@@ -74,7 +74,7 @@ class Trainer:
         self.interval = LoggedInterval(replica, total)
         self.evaluations = Evaluations(replica, loaders, log, observer, self.stopping)
         loaded = progress.step if config.checkpoint.load else None
-        self.saves = Saves(replica, description, loaded)
+        self.saves = make_saves(replica, description, loaded)
         self.saves.check = loaders.compare
         self.saves.report = self._saved
         self._total = total

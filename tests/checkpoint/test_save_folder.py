@@ -20,7 +20,8 @@ from megatron_ds.errors import CheckpointError, MismatchError
 from megatron_ds.mpu.group import solo
 from megatron_ds.training.base_weights import started_from_pretrained
 from megatron_ds.training.restart import continued
-from megatron_ds.training.run_checkpoint import clear_save_folder, find_start
+from megatron_ds.training.run_start import find_start
+from megatron_ds.training.start_folder import clear_save_folder
 from tests.harness.deaths import forked, survived
 from tests.harness.pretraining import MOCK
 from tests.harness.states import Layout, pieces_of

@@ -23,13 +23,9 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_replica
-from megatron_ds.training.run_checkpoint import (
-    Start,
-    check_same_run,
-    describe_run,
-    load_run,
-    save_run,
-)
+from megatron_ds.training.run_checkpoint import check_same_run, load_run, save_run
+from megatron_ds.training.run_description import describe_run
+from megatron_ds.training.start import Start
 from megatron_ds.training.step import train_step
 from tests.harness.layout_comparison import mock_samples, open_loader
 from tests.harness.pretraining import saved_state

@@ -11,7 +11,8 @@ from megatron_ds.models.identity import model_identity
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.build import build_replica
-from megatron_ds.training.run_checkpoint import Start, load_run, save_run
+from megatron_ds.training.run_checkpoint import load_run, save_run
+from megatron_ds.training.start import Start
 from megatron_ds.training.step import train_step
 from tests.harness.layout_comparison import mock_samples, open_loader, parse_layout
 from tests.harness.pretraining import saved_state

@@ -9,7 +9,8 @@ from megatron_ds.config import parse
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError
 from megatron_ds.extensions.upcycling.upcycle_checkpoint import run_tool
-from megatron_ds.training.run_checkpoint import check_same_run, describe_run
+from megatron_ds.training.run_checkpoint import check_same_run
+from megatron_ds.training.run_description import describe_run
 from tests.harness.pretraining import (
     MOCK,
     STEPS,

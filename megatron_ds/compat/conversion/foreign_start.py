@@ -36,7 +36,8 @@ from ...mpu.group import Group
 from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.file_copies import READ_BYTES, copies_of
-from ...training.foreign_checkpoints import ForeignCheckpoints, folder_of_model
+from ...training.foreign_checkpoints import ForeignCheckpoints
+from ...training.found_checkpoints import folder_of_model
 from .adapter_tensors import parts_of_name
 from .family import model_of
 from .files.stored_tensor import AdapterTensors, LogicalCheckpoint, Tensors

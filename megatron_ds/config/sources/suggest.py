@@ -75,7 +75,6 @@ _SENTENCES = {
     "the data-parallel size follows: world size / (tensor- × pipeline-parallel size)": "dp dp-size data-parallel data-parallel-size",
     "the launcher sets the number of processes: torchrun --nproc-per-node N. To plan without a launcher: "
     "--dry-run --world-size N": "gpus num-gpus ngpus devices nproc-per-node nnodes num-nodes nodes",
-    "--profile --use-pytorch-profiler profiles a few steps": "profiler torch-profiler",
     "torch.compile is not used. Remove the flag": "compile torch-compile jit",
     "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files": "tokenizer tokenizer-path tokenizer-name",
     "weights are in fp32 unless --bf16 or --fp16 is given": "precision dtype mixed-precision",

@@ -25,7 +25,8 @@ from ...tensor_parallel.token_loss import Parts
 from ...training.build import Replica
 from ...training.loaders import Loaders
 from ...training.objective import Prepare
-from ...training.run_checkpoint import Start, find_start
+from ...training.run_start import find_start
+from ...training.start import Start
 from ..evaluation.checkpoint_model import built_and_loaded
 from .distilled_loss import Logits, width_of
 from .divergence import Columns, TeacherTokens

@@ -1,4 +1,4 @@
-"""What --dry-run prints: the declaration of the feature."""
+"""What --dry-run prints, and what a run says of itself at its start: the declaration of the feature."""
 
 from functools import partial
 
@@ -10,5 +10,6 @@ FEATURES = [
     Feature(
         "dry_run",
         dry_run=own(".dry_run:dry_run"),
+        described=own(".startup_text:describe"),
     )
 ]

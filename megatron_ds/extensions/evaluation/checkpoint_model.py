@@ -14,7 +14,7 @@ from ...config.sources.reading import Setting, reject
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_all_ranks, on_one_rank
-from ...mpu.launch import Launch
+from ...mpu.launch_facts import Launch
 from ...mpu.mesh import Mesh
 from ...planning.replica_plan import plan_replica
 from ...planning.run_plan import RULES
@@ -23,15 +23,11 @@ from ...training.base_weights import check_same_base, find_base, load_base
 from ...training.build import Replica, build_replica
 from ...training.foreign_checkpoints import foreign_checkpoints
 from ...training.from_checkpoint import options_of_checkpoint, saved_config
-from ...training.run_checkpoint import (
-    Start,
-    all_pieces,
-    check_same_run,
-    describe_run,
-    find_start,
-    load_run,
-)
+from ...training.run_checkpoint import all_pieces, check_same_run, load_run
+from ...training.run_description import describe_run
+from ...training.run_start import find_start
 from ...training.run_tokenizer import with_tokenizer
+from ...training.start import Start
 from ..generation.model_text import end_tokens
 
 LOAD = "checkpoint.load"

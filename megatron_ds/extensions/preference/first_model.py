@@ -26,7 +26,8 @@ from ...mpu.agree import on_one_rank
 from ...mpu.collectives import all_reduce_
 from ...mpu.host_reads import to_host
 from ...training.build import Replica
-from ...training.run_checkpoint import Start, find_weights
+from ...training.start import Start
+from ...training.start_folder import find_weights
 from ..evaluation.checkpoint_model import built_and_loaded
 from .answer_pairs import ANSWERS, PairDataset
 from .pair_loss import AnswerScores, Logits, answer_scores, sizes_of

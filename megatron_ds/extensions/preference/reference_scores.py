@@ -33,7 +33,7 @@ from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.loaders import Loaders
 from ...training.objective import Prepare
-from ...training.run_checkpoint import Start
+from ...training.start import Start
 from .answer_pairs import PairDataset
 from .first_model import ALIKE, ALIKE_IN_ANOTHER_FORMAT, FirstModel, origin_of
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from .recorded_run import Run
 
+STARTS = ("process", "about")  # kinds of the records of a start
 # Name of a part → what it is.
 PARTS = {
     "training": "steps whose result the run has kept, without their waits for data",
@@ -42,11 +44,12 @@ class _Process:
 
     @property
     def ready(self) -> float:
-        """When the first step could begin: its first record is written then. Files of earlier versions begin with a
-        log line, and have only the moment at which the file was opened."""
+        """When the first step could begin: records of the start are written just before. Files of earlier versions
+        begin with a log line, and have only the moment at which the file was opened."""
+        starts = takewhile(lambda record: record["kind"] in STARTS, self.records)
+        times = [record["time"] for record in starts if "time" in record]
         first = self.records[0]
-        is_start = first["kind"] == "process" and "time" in first
-        return first["time"] if is_start else first.get("start", first.get("time", 0.0))
+        return times[-1] if times else first.get("start", first.get("time", 0.0))
 
     @property
     def began(self) -> float:

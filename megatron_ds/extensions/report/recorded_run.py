@@ -33,12 +33,11 @@ class Run:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What is trained, as `training.run_summary` has it; empty in files of earlier versions."""
-        return self._newest("about")
+        """What is trained, as `run_summary.summary_of` has it; empty in files of earlier versions."""
+        return self._newest("about", kind="about")
 
-    def _newest(self, name: str) -> Mapping:
-        processes = (r for r in self.records if r["kind"] == "process")
-        found = [r[name] for r in processes if r.get(name)]
+    def _newest(self, name: str, kind: str = "process") -> Mapping:
+        found = [record[name] for record in self.records if record["kind"] == kind]
         return found[-1] if found else {}
 
 

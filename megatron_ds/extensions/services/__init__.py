@@ -1,1 +1,1 @@
-"""Sinks of metrics that are services: Weights & Biases, Comet, MLflow, OpenTelemetry."""
+"""Sinks of metrics: files of curves (TensorBoard, CSV), services (Weights & Biases, Comet, MLflow, OpenTelemetry)."""

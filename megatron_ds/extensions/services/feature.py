@@ -1,9 +1,9 @@
-"""Services that collect metrics: the declaration of the feature."""
+"""Files of curves and services that collect metrics: the declaration of the feature."""
 
 from functools import partial
 
-from ...features import Feature, Later, MetricSink
-from .options import ServiceOptions
+from ...features import NO_TAGS, Feature, Later, MetricSink
+from .options import CurveOptions, ServiceOptions
 
 own = partial(Later, __package__)
 NAMES = ("wandb", "report-to", "comet", "mlflow")
@@ -24,9 +24,24 @@ FEATURES = [
         title="Services that collect metrics",
         options=ServiceOptions,
         formerly="logging",
+        extends={"logging": CurveOptions},
+        useless=((("logging.log_timers_to_tensorboard",), NO_TAGS),),
         synonyms=dict.fromkeys(NAMES, WHERE)
         | dict.fromkeys(("otel", "opentelemetry"), "--otel-enabled"),
         sinks=(
+            MetricSink(
+                lambda config: bool(config.logging.tensorboard_dir),
+                make=own(".tensorboard:made"),
+                check=own(".folders:check_tensorboard"),
+                points=own(".tensorboard:points"),
+            ),
+            MetricSink(
+                lambda config: bool(config.logging.csv_monitor_dir),
+                make=own(".csv_monitor:made"),
+                check=own(".folders:check_csv"),
+                points=own(".csv_monitor:points"),
+                has_tags=False,
+            ),
             MetricSink(
                 _is_given("wandb_project"),
                 make=own(".wandb_log:WandbLog"),

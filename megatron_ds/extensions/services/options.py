@@ -1,4 +1,5 @@
-"""`ServiceOptions`: the options of services that collect metrics."""
+"""`ServiceOptions`: the options of services that collect metrics. `CurveOptions`: the part of `LoggingConfig` of files
+of curves."""
 
 from dataclasses import dataclass
 
@@ -89,4 +90,25 @@ class ServiceOptions:
         per_host=True,
         needs=need("services.otel_enabled"),
         help="service.name of --otel-enabled.",
+    )
+
+
+@dataclass(frozen=True)
+class CurveOptions:
+    """Rank 0 writes them."""
+
+    tensorboard_dir: str | None = option(
+        None,
+        per_host=True,
+        help="Directory for TensorBoard events. Default: none are written.",
+    )
+    csv_monitor_dir: str | None = option(
+        None,
+        per_host=True,
+        help="Directory for CSV files, one for each logged value. Default: none are written.",
+    )
+    log_timers_to_tensorboard: bool = option(
+        False,
+        help="Write the times of --timing-log-level to TensorBoard and W&B: of each, the largest of all "
+        "ranks.",
     )

@@ -14,8 +14,8 @@ from typing import Any
 
 from ...config import RunConfig
 from ...training.observe.records import EvalRecord, Record, TrainRecord
-from ...training.observe.tensorboard import scalars_of
 from .options import ServiceOptions
+from .tensorboard import scalars_of
 
 NAME = "megatron_ds"
 SECOND = 10**9  # in ns, the unit of spans

@@ -9,12 +9,11 @@ class Facts(Observer):
     """Notes the start of the process, and each checkpoint with the seconds that steps waited for it."""
 
     def run_started(self, start: RunStart) -> None:
-        """Note the process. The parameters of a model are counted for the one rank that writes."""
+        """Note the process."""
         self._note = start.note
         mesh = start.replica.mesh
-        if mesh.rank == 0:
-            step = start.progress.step
-            start.note(process_record(start.config, mesh, step, start.began))
+        step = start.progress.step
+        start.note(process_record(start.config, mesh, step, start.began))
 
     def waited_for_save(self, step: int, seconds: float) -> None:
         """Note the checkpoint."""

@@ -25,7 +25,7 @@ from ...config import RunConfig
 from ...errors import ConfigError, DataError
 from ...host.regular_file import read_regular
 from .records import Record
-from .run_facts import Fact
+from .run_facts import RunFact
 from .sink import AppendedFile, check_folder
 
 FIRST_KEY = b'{"kind": '  # each line begins with it
@@ -40,7 +40,7 @@ class MetricsFile:
         self.start = _now()
         self._file = AppendedFile(path, is_lines=True)
 
-    def write(self, record: Record | Fact) -> None:
+    def write(self, record: Record | RunFact) -> None:
         """Append the record as one line, or raise OSError and leave the file as it was."""
         fields = {
             "kind": record.kind,

@@ -1,78 +1,55 @@
-"""Records that only metrics.jsonl keeps: what a process of the run was started with, its saves, its memory."""
+"""Records that only metrics.jsonl keeps: what a process of the run was started with, and its saves."""
 
 import platform
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ... import __version__
 from ...config import RunConfig
 from ...mpu.mesh import Mesh
-from ..run_summary import summary_of
+
+
+class RunFact:
+    """A record that only metrics.jsonl keeps. kind: its name there."""
+
+    kind: str
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return asdict(cast(Any, self))
 
 
 @dataclass(frozen=True)
-class ProcessRecord:
+class ProcessRecord(RunFact):
     """The start of training in a process: before the first step, or after a resume.
 
     step         of the loaded checkpoint; 0 at the start of the run
     began        when the process began, in seconds since the epoch; building and loading follow
     settings     path of each option that has not its default → (value as text, its source)
     environment  name → text
-    about        what is trained, as `run_summary.summary_of` has it
     """
 
     step: int
     began: float
     settings: Mapping[str, tuple[str, str]]
     environment: Mapping[str, str]
-    about: Mapping[str, Any]
 
     kind = "process"
 
-    def fields(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class SaveRecord:
+class SaveRecord(RunFact):
     """A complete checkpoint. save_seconds: how long steps waited for it."""
 
     step: int
     save_seconds: float
 
     kind = "save"
-
-    def fields(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class MemoryRecord:
-    """Bytes of rank 0 by owner (memory_history.py), such as "weights": planned, and measured in the step.
-
-    measuring_seconds: after the step, for the plan and the file, while training waited
-    """
-
-    step: int
-    planned: Mapping[str, int]
-    measured: Mapping[str, int]
-    measuring_seconds: float = 0.0
-
-    kind = "memory"
-
-    def fields(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return asdict(self)
-
-
-Fact = ProcessRecord | SaveRecord | MemoryRecord
 
 
 def process_record(
@@ -84,7 +61,6 @@ def process_record(
         round(time.time() - (time.monotonic() - started), 6),
         settings_of(config),
         environment_of(mesh),
-        summary_of(config, mesh.grid),
     )
 
 
