@@ -20,6 +20,7 @@ from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.log import Log, open_log
 from megatron_ds.training.observe.metrics_file import read_metrics
 from megatron_ds.training.observe.records import EvalRecord, TrainRecord, over_layers
+from megatron_ds.training.observe.run_facts import ProcessRecord, SaveRecord
 
 pytestmark = pytest.mark.plan
 
@@ -493,13 +494,49 @@ def test_tensorboard_has_megatrons_tags_against_steps_and_losses_against_samples
         "tokens-per-second": 424672.3,
         "mfu": 0.381,
     }
+    first = {"Loss/training": 2.831712, "Loss/validation": 2.5}
     by_step, by_sample = scalars(tmp_path / "tb"), scalars(tmp_path / "tb" / "samples")
     assert by_step == {
-        tag: [(1200, pytest.approx(value))] for tag, value in (losses | others).items()
+        tag: [(1200, pytest.approx(value))]
+        for tag, value in (first | losses | others).items()
     }
+    # TensorBoard sorts tags by their characters.
+    assert sorted(by_step)[:2] == sorted(first)
     assert by_sample == {
         f"{tag} vs samples": [(614400, pytest.approx(value))]
         for tag, value in losses.items()
+    }
+
+
+def test_tensorboard_has_the_settings_of_each_process_as_text(tmp_path):
+    config = logging_to(tmp_path, tensorboard_dir=str(tmp_path / "tb"))
+    for step, lr in ((0, "0.5"), (10, "0.25")):
+        log = open_log(config, Progress(step=step), "a")
+        settings = {"optimizer.lr": (lr, "--lr"), "data.path": ("a|b\nc", "x.yaml")}
+        log.note(ProcessRecord(step, 1.0, settings, {"torch": "2.0"}))
+        log.note(SaveRecord(step, 1.0))
+        log.write(changed(step=step + 5))
+        log.close()
+    texts = as_the_text_page_reads(tmp_path / "tb")
+    table = "|   |   |   |\n|---|---|---|\n| optimizer.lr | {} | --lr |\n| data.path | a\\|b\\nc | x.yaml |"
+    assert texts == {
+        "settings": [(0, table.format("0.5")), (10, table.format("0.25"))],
+        "environment": [(x, "|   |   |\n|---|---|\n| torch | 2.0 |") for x in (0, 10)],
+    }
+    assert [x for x, _ in scalars(tmp_path / "tb")["lm loss"]] == [5, 15]
+
+
+def as_the_text_page_reads(folder) -> dict[str, list[tuple[int, str]]]:
+    """{tag: [(x, text)]} of the tags that TensorBoard's page of texts shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    return {
+        tag: [
+            (e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(tag)
+        ]
+        for tag in events.PluginTagToContent("text")
     }
 
 

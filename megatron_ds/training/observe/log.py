@@ -102,10 +102,9 @@ class Log:
             sink.write(record)
 
     def note(self, fact: RunFact) -> None:
-        """Write a record that only metrics.jsonl keeps."""
+        """Write a record of the run itself, which has no line and no curve, to the sinks that keep such records."""
         for sink in self.sinks:
-            if isinstance(sink.sink, MetricsFile):
-                sink.write(fact)
+            sink.note(fact)
 
     @contextmanager
     def evaluating(

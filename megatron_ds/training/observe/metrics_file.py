@@ -55,6 +55,8 @@ class MetricsFile:
         }
         self._file.append(json.dumps(clean).encode() + b"\n")
 
+    note = write
+
 
 def metrics_path(config: RunConfig) -> Path | None:
     """--metrics-path, by default metrics.jsonl in the --save folder; None without either.

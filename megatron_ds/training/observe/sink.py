@@ -8,7 +8,7 @@ each later record, and counts the lost records.
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +39,14 @@ class Continuing(Protocol):
 
     def begin(self, progress: Progress) -> None:
         """Take note of the progress with which this process starts, before the first record."""
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """A sink that keeps records of the run itself, a `run_facts.RunFact` each."""
+
+    def note(self, fact: Any) -> None:
+        """Write one completely, or raise OSError and write nothing."""
 
 
 class PointSink(Protocol):
@@ -104,8 +112,16 @@ class Tolerant:
 
     def write(self, *record: Any) -> None:
         """Write the record, or log the error."""
+        self._attempt(self.sink.write, *record)
+
+    def note(self, fact: Any) -> None:
+        """Write a record of the run itself, or log the error. Most sinks keep none."""
+        if isinstance(self.sink, Noting):
+            self._attempt(self.sink.note, fact)
+
+    def _attempt(self, write: Callable[..., None], *record: Any) -> None:
         try:
-            self.sink.write(*record)
+            write(*record)
         except OSError as error:
             self.lost += 1
             if not self._why:
