@@ -64,7 +64,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
 
 # One installation, since each compiles the extensions anew.
 $(VENV)/.installed-chat: $(VENV)/bin/python pyproject.toml setup.py
-	$(BIN)/python -m pip install --quiet --editable ".[report,chat]"
+	$(BIN)/python -m pip install --quiet --editable ".[report,hf]"
 	touch $@ $(VENV)/.installed
 
 # --no-compile: most modules of the installed packages are never imported.

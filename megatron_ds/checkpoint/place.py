@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..host.packages import extra_command
 
 NAMELESS = ("s3:///", "gs:///")
 
@@ -41,6 +42,6 @@ def place_of(directory: str | os.PathLike) -> Path:
         return open_store(text)
     except (ImportError, ValueError) as error:
         raise CheckpointError(
-            f"{text}: this store cannot be opened ({error}). pip install 'megatron_ds[stores]' has what "
-            "s3:// and gs:// need; other stores need their fsspec package."
+            f"{text}: this store cannot be opened ({error}). What s3:// and gs:// need is installed by: "
+            f"{extra_command('stores')}. Other stores need their fsspec package."
         ) from error

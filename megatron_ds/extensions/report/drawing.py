@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import ConfigError
+from ...host.packages import import_extra
 from .recorded_run import Run
 
 # A colour for each run; they differ without colour vision, too.
@@ -36,13 +36,9 @@ def colour(number: int) -> str:
 
 def drawing_library() -> Any:
     """matplotlib's pyplot, without a screen. Raises ConfigError without it."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "a report needs matplotlib, which is not installed: pip install 'megatron_ds[report]'"
-        ) from None
+    matplotlib = import_extra("a report", "matplotlib", "report")
     matplotlib.use("Agg")
+    # Letters of an SVG stay text, in the font of the page.
     matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
@@ -96,6 +92,12 @@ def _element(svg: str, title: str) -> str:
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     prefix = title.replace(" ", "-")
-    for before in (' id="', "url(#", 'href="#'):
+    # Names, and the two ways of naming one.
+    for before in (
+        ' id="',
+        "url(#",
+        'href="#',
+    ):
         text = text.replace(before, f"{before}{prefix}-")
-    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+    opened = f'<svg role="img" aria-label="{title}" '
+    return text.replace("<svg ", opened, 1)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments, writing
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.host.packages import import_extra
 from megatron_ds.training.observe.metrics_file import read_metrics
 
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)_(max_load|router_entropy|dropped)")
@@ -66,13 +67,8 @@ def smoothed(points: list[tuple[int, float]], window: int) -> list[tuple[int, fl
 
 def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
     """Write the picture, with one line for each layer."""
-    # matplotlib is optional, and "Agg" draws without a screen.
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
+    # "Agg" draws without a screen.
+    matplotlib = import_extra("drawing", "matplotlib", "report")
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_ds.cli import Arguments, writing
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.host.packages import import_extra
 from megatron_ds.training.observe.metrics_file import read_metrics
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -41,13 +42,8 @@ def draw(
     vocab_size: int | None,
 ) -> None:
     """Write the picture, with one curve for each kind of loss."""
-    # matplotlib is optional, and "Agg" draws without a screen.
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
+    # "Agg" draws without a screen.
+    matplotlib = import_extra("drawing", "matplotlib", "report")
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

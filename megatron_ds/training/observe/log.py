@@ -25,7 +25,7 @@ from ...progress.ramps import Progress
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
 from .records import Record, rate
 from .run_facts import Fact
-from .sink import Sink, Tolerant, check_folder
+from .sink import Sink, Tolerant, check_folder, check_package
 
 logger = logging.getLogger(__name__)
 FORMAT = (
@@ -189,6 +189,7 @@ def check_log(config: RunConfig) -> None:
         check_metrics_file(path)
     if folder := config.logging.tensorboard_dir:
         check_folder("--tensorboard-dir", Path(folder))
+        check_package("--tensorboard-dir", "tensorboard", "report")
     if folder := config.logging.csv_monitor_dir:
         check_folder("--csv-monitor-dir", Path(folder))
     for sink in metric_sinks(config):

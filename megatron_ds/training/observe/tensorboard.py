@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ...progress.ramps import Progress
 from .records import EvalRecord, Record, RerunRecord, SpikeRecord
-from .sink import AppendedFile
+from .sink import AppendedFile, check_package
 from .task_record import TaskRecord
 
 TAGS = {
@@ -109,7 +109,11 @@ class EventFile:
     """An event file of this process; also a sink of points, for `Tolerant`."""
 
     def __init__(self, directory: Path, first: int | None = None):
-        """first: x from which on TensorBoard drops the points of earlier files; None: it keeps them."""
+        """first: x from which on TensorBoard drops the points of earlier files; None: it keeps them.
+
+        Raises ConfigError without the package.
+        """
+        check_package("--tensorboard-dir", "tensorboard", "report")
         from tensorboard.compat.proto import event_pb2
 
         now = time.time()
