@@ -338,11 +338,20 @@ def selected(mode: str) -> Iterator[None]:
 
 @functools.cache
 def load_kernels(device: str = "cuda") -> None:
-    """Import the modules that register kernels for a type of device, where the wing is installed.
+    """Import all modules that register kernels for a type of device, where the wing is installed.
 
     Those for CPUs come with all others.
     """
-    KERNELS.find()
+    if (kernels := KERNELS.find()) is not None:
+        kernels.load_all()
+    if device in GPU:
+        GPU_KERNELS.find()
+
+
+def _load_kernels_of(operation: Operation, device: str, dtype: torch.dtype) -> None:
+    """Import the modules that register kernels of an operation."""
+    if (kernels := KERNELS.find()) is not None:
+        kernels.load(operation.name, dtype)
     if device in GPU:
         GPU_KERNELS.find()
 
@@ -351,7 +360,7 @@ def load_kernels(device: str = "cuda") -> None:
 def _candidates(
     operation: Operation, device: str, dtype: torch.dtype, mode: str
 ) -> list[Implementation]:
-    load_kernels(device)
+    _load_kernels_of(operation, device, dtype)
     return [
         entry
         for entry in operation.implementations

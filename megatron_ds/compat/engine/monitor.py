@@ -11,68 +11,44 @@ curves with `engine.monitor.write_events`. The sinks are those of a training scr
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 
 from ...config import RunConfig
 from ...errors import ConfigError
-from ...features import MetricSink, metric_sinks
+from ...features import metric_sinks
 from ...mpu.host_reads import read_number
-from ...training.observe.csv_monitor import CsvFiles
 from ...training.observe.sink import (
     PointSink,
     Sink,
     Tolerant,
-    check_folder,
 )
-from ...training.observe.tensorboard import EventFile
 from .json_settings import in_words_of_json
-
-# Option of a folder → its key, and the sink that writes there.
-FILES: Mapping[str, tuple[str, Callable[[Path], EventFile | CsvFiles]]] = {
-    "tensorboard_dir": ('"tensorboard.output_path"', EventFile),
-    "csv_monitor_dir": ('"csv_monitor.output_path"', CsvFiles),
-}
 
 logger = logging.getLogger(__name__)
 
 
-def sinks_of(config: RunConfig) -> Iterator[EventFile | CsvFiles | PointSink]:
+def sinks_of(config: RunConfig) -> Iterator[PointSink]:
     """Yield the sinks that the JSON enables. Raises ConfigError where a folder is not writable.
 
-    A service or TensorBoard whose package is missing, and a service that cannot begin, are left out with a warning: a
-    program that only asks for curves goes on without them.
+    A service whose package is missing, or that cannot begin, is left out with a warning: a program that only asks for
+    curves goes on without them.
     """
-    for option, (key, kind) in FILES.items():
-        if folder := getattr(config.logging, option):
-            check_folder(key, Path(folder))
-            yield from _if_possible(partial(kind, Path(folder)))
     for service in metric_sinks(config):
         if service.points is None:
             continue
         if service.check is not None:
             service.check(config)
-        yield from _if_possible(partial(_begin, service, config))
-
-
-def _begin(service: MetricSink, config: RunConfig) -> PointSink:
-    if service.require is not None:
-        service.require()
-    assert service.points is not None
-    return service.points(config, secrets.token_hex(8))
-
-
-def _if_possible(make: Callable[[], Any]) -> list[Any]:
-    """Return what `make` returns; nothing, with a warning, where it raises ConfigError."""
-    try:
-        return [make()]
-    except ConfigError as error:
-        logger.warning("no curves there: %s", in_words_of_json(str(error)))
-        return []
+        try:
+            if service.require is not None:
+                service.require()
+            sink = service.points(config, secrets.token_hex(8))
+        except ConfigError as error:
+            logger.warning("no curves there: %s", in_words_of_json(str(error)))
+            continue
+        yield sink
 
 
 class Monitor:

@@ -11,15 +11,14 @@ from dataclasses import replace
 
 from ...config import RunConfig
 from ...config.training_schedule import make_batch_size
-from ...mpu.launch import Launch
+from ...mpu.launch_facts import Launch
 from ...mpu.managed_parameter import spec_of
-from ...pipeline.picture import draw
 from ...planning.fake_stages import FakeStage
 from ...planning.flops import layers_of_run, model_flops
 from ...planning.keep_gathered import is_automatic
 from ...planning.run_model import boundary_shape, last_step
 from ...planning.run_plan import order
-from ...planning.world_plan import WorldPlan, plan_world, with_vocabulary
+from ..report.picture import draw
 from .bytes_text import memory_text, traffic_text
 from .context_text import context_text
 from .device_fit import DeviceMemory, device_memory, fit_text, fits, remedies_text
@@ -27,6 +26,7 @@ from .expert_text import expert_rows, experts_text, has_experts
 from .grid_text import grid_text, is_tied
 from .kept_tokens import savings
 from .plan_tables import in_large, in_short, table
+from .world_plan import WorldPlan, plan_world, with_vocabulary
 
 logger = logging.getLogger(__name__)
 MOST_ROWS = 8
