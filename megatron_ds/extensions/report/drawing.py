@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import ConfigError
+from ...host.packages import import_extra
 from .recorded_run import Run
 
 # A colour for each run; they differ without colour vision, too. The page has brighter ones for a dark screen.
@@ -39,13 +39,9 @@ def new_figure(inches: tuple[float, float], rows: int = 1) -> tuple[Any, list[An
 
     Raises ConfigError without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib, which is not installed: pip install 'megatron_ds[report]'"
-        ) from None
-    figure = Figure(inches, layout="constrained")
+    # Not `pyplot`, which keeps its figures and looks for a screen.
+    library = import_extra("drawing", "matplotlib.figure", "report")
+    figure = library.Figure(inches, layout="constrained")
     found = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
     # A frame would distract from the curves.
     for axes in found:
@@ -101,7 +97,12 @@ def _element(svg: str, title: str) -> str:
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     prefix = title.replace(" ", "-")
-    for before in (' id="', "url(#", 'href="#'):
+    # Names, and the two ways of naming one.
+    for before in (
+        ' id="',
+        "url(#",
+        'href="#',
+    ):
         text = text.replace(before, f"{before}{prefix}-")
     for number, plain in enumerate(COLOURS):
         text = text.replace(plain, f"var(--run-{number})")

@@ -16,6 +16,7 @@ from typing import Any
 from ...cli import Arguments
 from ...console import printable
 from ...errors import ConfigError
+from ...host.packages import import_extra
 from .recorded_run import Run, metrics_file, read_run
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -144,14 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.interval <= 0:
         raise ConfigError(f"--interval {args.interval} is not positive.")
-    # rich is optional.
-    try:
-        from rich.console import Console
-        from rich.live import Live
-    except ImportError:
-        raise ConfigError(
-            "watching needs rich, which is not installed: pip install 'megatron_ds[report]'"
-        ) from None
+    import_extra("watching", "rich", "report")
+    from rich.console import Console
+    from rich.live import Live
+
     run = read_run(args.run)
     console = Console()
     if args.once:

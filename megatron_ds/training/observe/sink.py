@@ -10,11 +10,11 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from ...errors import ConfigError
+from ...host.packages import import_extra
 from ...progress.ramps import Progress
 from .records import Record
 
@@ -173,13 +173,8 @@ def check_folder(flag: str, folder: Path) -> None:
 
 def check_package(flag: str, module: str, extra: str) -> None:
     """Raises ConfigError unless the module that the sink of a flag needs is installed."""
-    try:
-        import_module(module)
-    except ImportError:
-        raise ConfigError(
-            f"{flag} needs the package {module}, which is not installed in this Python: pip install "
-            f"'megatron_ds[{extra}]'. Or remove it: metrics also go to files, without a package."
-        ) from None
+    instead = f"Or omit {flag}: metrics also go to files, without a package."
+    import_extra(flag, module, extra, instead)
 
 
 def written(path: Path, text: str) -> bool:
