@@ -269,7 +269,7 @@ def features() -> tuple[Feature, ...]:
 def rules_if(
     is_on: Callable[[Any], bool], *rules: Callable[[Any], Iterable[str]]
 ) -> tuple[Callable[[Any], Iterable[str]], ...]:
-    """Return rules that have nothing to say unless `is_on` (RunConfig), so that their module is loaded only then."""
+    """Return rules that find nothing unless `is_on` (RunConfig): their module is loaded only then."""
     return tuple(
         lambda config, rule=rule: rule(config) if is_on(config) else ()
         for rule in rules

@@ -428,7 +428,7 @@ WORDS_OF_WINGS = re.compile(
 )
 # (file, word) -> why the core has it. Entries may only go.
 WORDS_THAT_STAY = {
-    ("data/samples/gpt_data.py", "dpo"): "advice of an error names the flag",
+    ("data/samples/gpt_corpus.py", "dpo"): "advice of an error names the flag",
     ("training/run_checkpoint.py", "upcycl"): "advice of an error names the command",
 }
 

@@ -19,7 +19,7 @@
 //   low = p rounded to bf16 or fp16, nearest even      the weight that the model computes with
 //
 // Traffic of AdamW: reads p g m v, writes p m v, 28 bytes per element, and 2 more for low. Prefetching by hand and stores past the cache
-// (low, or all of them) were measured and gain nothing; large pages under the arrays gain a fifth (host/memory_maps.py).
+// (low, or all of them) were measured and gain nothing; large pages under the arrays gain a fifth (host/large_pages.py).
 //
 // Work: rows (tensors) are cut into chunks, which threads take in turn, the caller among them. Two threads that work within a
 // megabyte of each other, on large pages, slow each other down (memory banks, presumably): chunks of 64 Ki elements ran at

@@ -28,7 +28,6 @@ from .run import RunConfig, Source, all_options
 from .sources.combine import combined, contradictions
 from .sources.flags import CommandLine, read_flags, spellings
 from .sources.foreign_words import foreign_words
-from .sources.keys import names
 from .sources.named_features import import_named
 from .sources.reading import Setting, SourceReading, attempt, reject
 
@@ -157,10 +156,7 @@ def assembled(
     """
     of_files = [setting for reading in files for setting in reading.settings]
     source = Source("script", "the script")
-    scripted = [
-        Setting(names()[name].path, value, source)
-        for name, value in (defaults or {}).items()
-    ]
+    scripted = _of_script(defaults, source) if defaults else []
     config = combined(of_files, line.settings, world_size, [*scripted, *settings])
     # Notes and problems of the command line come before those of the files.
     notes: dict[str, str] = {}
@@ -171,6 +167,15 @@ def assembled(
     return config.with_notes(notes), [
         *problems,
         *contradictions(of_files, line.settings),
+    ]
+
+
+def _of_script(defaults: Mapping[str, Any], source: Source) -> list[Setting]:
+    """Return the settings of an entry script."""
+    from .sources.keys import names
+
+    return [
+        Setting(names()[name].path, value, source) for name, value in defaults.items()
     ]
 
 

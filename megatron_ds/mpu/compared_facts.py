@@ -24,7 +24,12 @@ Facts = Mapping[str, tuple[Any, str]]
 """name → (value of types that JSON has, its source for the message or "")"""
 
 
-def compare(world: Group, read: Callable[[], Facts], problem: str, advice: str) -> None:
+def compare(
+    world: Group,
+    read: Callable[[], Facts],
+    problem: str,
+    advice: str,
+) -> None:
     """Raise the same ConfigError on all ranks unless their facts are equal; as `require_agreement` does."""
     # All ranks read, and exchange one hash each.
     facts: dict[str, tuple[Any, str]] = {}
@@ -68,13 +73,17 @@ class _Side(NamedTuple):
         """Return the value of a name with its source, rank and host."""
         value, source = self.facts.get(name, (MISSING, ""))
         # Long values are cut.
-        text = value if isinstance(value, str) else json.dumps(value)
+        text = value
+        if not isinstance(value, str):
+            text = json.dumps(value)
         if len(text) > MOST_CHARACTERS:
             text = f"{text[:MOST_CHARACTERS]}…"
         where = f"{text} on rank {self.rank} on {self.host}"
         if not source:
             return where
-        origin = source if source == "default" else f"from {source}"
+        origin = source
+        if source != "default":
+            origin = f"from {source}"
         return f"{where} ({origin})"
 
 
@@ -94,12 +103,14 @@ def _two_that_differ(hashes: Sequence[str]) -> tuple[int, int]:
 
 def _packed(facts: Facts) -> bytes:
     """This host's name and the facts, compressed."""
-    return zlib.compress(json.dumps([platform.node(), facts]).encode())
+    text = json.dumps([platform.node(), facts])
+    return zlib.compress(text.encode())
 
 
 def _unpacked(sent: bytes) -> tuple[str, dict[str, list]]:
     """(host, facts) of `_packed`."""
-    host, facts = json.loads(zlib.decompress(sent))
+    text = zlib.decompress(sent)
+    host, facts = json.loads(text)
     return host, facts
 
 

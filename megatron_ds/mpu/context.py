@@ -29,11 +29,11 @@ from ..errors import ConfigError
 from .group import Group, solo
 from .managed_parameter import ManagedParameter, described
 from .param_spec import ParamSpec
-from .sequence_ranks import SequenceRanks
 from .sequence_slice import SequenceSlice
 
 if TYPE_CHECKING:
     from ..host.waiting_tensors import WaitingTensors
+    from .sequence_ranks import SequenceRanks
 
 GRANULARITIES = (None, "selective", "full")
 
@@ -152,7 +152,7 @@ class ParallelContext:
         return self.tp if self.sequence_parallel else None
 
     @cached_property
-    def sequence_ranks(self) -> SequenceRanks | None:
+    def sequence_ranks(self) -> "SequenceRanks | None":
         """Ranks that hold different tokens of a sequence; None if this rank holds all of them."""
         tp = self.sequence_group or solo("tp")
         cp = self.cp
@@ -162,6 +162,8 @@ class ParallelContext:
             every = self.group("tp", "cp")
         else:
             every = cp if cp.size > 1 else tp
+        from .sequence_ranks import SequenceRanks
+
         return SequenceRanks(every, tp, cp, self.slice)
 
     @property

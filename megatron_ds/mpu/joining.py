@@ -1,4 +1,4 @@
-"""A rank joins the others of its job, or tells them why it does not."""
+"""A rank joins the others of its job, or reports to them why it does not."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ def join(launch: Launch, backend: str, timeout: timedelta) -> None:
 
 
 def report_error(launch: Launch, error: Exception) -> None:
-    """Tell the other ranks why this one does not come."""
+    """Report to the other ranks why this one does not come."""
     report_absence(_place(launch), _in_one_line(error))
 
 

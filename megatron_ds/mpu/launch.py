@@ -15,14 +15,12 @@ import torch
 
 from ..errors import ConfigError
 from ..host import places
-from ..host.file_limit import check_file_limit
 from ..launch_env import (
     LONE_RANKS,
     MPI,
     TORCHRUN,
     variables_in,
 )
-from . import flight_recorder
 from .launch_facts import Launch, integer_in
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -101,8 +99,12 @@ def start(
         if torch.cuda.is_available():
             device = _own_device(launch)
             torch.cuda.set_device(device)
-            flight_recorder.switch_on(os.environ)
+            from .flight_recorder import switch_on
+
+            switch_on(os.environ)
         if launch.world_size > 1:
+            from ..host.file_limit import check_file_limit
+
             check_file_limit(launch.world_size)
     if launch.world_size > 1 or alone:
         from .joining import join

@@ -1,4 +1,4 @@
-"""`Launch`: what a launcher tells a process about its ranks."""
+"""`Launch`: the place of a process among the ranks of its job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`OwnChannels`: messages of a pipeline rank to itself, between the stages that it holds; `channels_over`.
+"""`OwnChannels`: messages of a pipeline rank to itself, between the stages that it holds.
 
 A pipeline of one rank has no others. channels.py adds those between ranks.
 """
@@ -75,12 +75,3 @@ class FromItself:
     def wait(self) -> torch.Tensor:
         """Return the message. IndexError where none has been sent."""
         return self._messages.popleft()
-
-
-def channels_over(group: Group) -> OwnChannels:
-    """Return the channels of a rank of a pipeline."""
-    if group.size == 1:
-        return OwnChannels(group)
-    from .channels import Channels
-
-    return Channels(group)

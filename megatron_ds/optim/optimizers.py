@@ -63,7 +63,7 @@ class OptimizerTraits:
     """What an optimizer needs of the ranks that hold parts of its parameters. The default is nothing.
 
     needs_whole_tensors  each tensor of a group is a whole parameter of its own shape, not a flat part of one
-    needs_norms          it is made with the keyword `reduce_norms` (zero/norm.py `ParameterNorms`)
+    needs_norms          it is made with the keyword `reduce_norms` (zero/parameter_norms.py)
     needs_matrices       it is made with the keyword `for_each` (zero/whole_matrices.py `WholeMatrices`)
     steps_in_halves      with needs_norms: it is a `HalvedOptimizer`, which can update offloaded state, of which
                          only a part is in memory at a time

@@ -35,7 +35,7 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.context import ParallelContext
 from ..mpu.group import Group, coordinates_of
 from ..mpu.mesh import Mesh
-from ..mpu.own_channels import channels_over
+from ..mpu.pipeline_channels import channels_over
 from ..tensor_parallel.init import initialize
 from .run_model import blank_batch, boundary_shape
 

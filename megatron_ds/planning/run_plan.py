@@ -279,7 +279,7 @@ def cut_problems(config: RunConfig) -> list[str]:
 
 
 def _more_stages_than_layers(config: RunConfig) -> Iterator[str]:
-    """`rules.layout.pipeline`, with the number of stages on each rank that the schedule sets."""
+    """`rules.pipeline.pipeline`, with the number of stages on each rank that the schedule sets."""
     shape = pipeline_shape(config)
     layers = config.model.num_layers
     if layers < shape.num_stages and config.parallel.pipeline_layout is None:

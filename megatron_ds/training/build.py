@@ -22,8 +22,8 @@ from ..mpu.agree import on_all_ranks
 from ..mpu.context import SequenceSlice
 from ..mpu.managed_parameter import describe, spec_of
 from ..mpu.mesh import Mesh
-from ..mpu.own_channels import channels_over
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
+from ..mpu.pipeline_channels import channels_over
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op, Schedule
 from ..pipeline.passes import forward_only

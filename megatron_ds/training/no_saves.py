@@ -46,15 +46,6 @@ class NoSaves:
         """
 
 
-def make_saves(replica: Replica, description: dict, loaded_step: int | None) -> NoSaves:
-    """Return the saves of a run. loaded_step: of the checkpoint with which it began"""
-    if not replica.config.checkpoint.save:
-        return NoSaves(replica, description, loaded_step)
-    from .saves import Saves
-
-    return Saves(replica, description, loaded_step)
-
-
 def check_states(replica: Replica, description: Mapping) -> None:
     """Raises ConfigError where an observer keeps state under a name that run.json has for something else."""
     own = {*description, "progress", "optimizer"}

@@ -28,7 +28,9 @@ def has_begun(save: str, run_id: str) -> bool:
 def _run_id(folder: str) -> str | None:
     """Return the identifier of the newest checkpoint; None where there is none of this package."""
     try:
-        step = latest(folder) if place_of(folder).is_dir() else None
+        if not place_of(folder).is_dir():
+            return None
+        step = latest(folder)
         return None if step is None else run_id_of(read_run(folder, step))
     except CheckpointError:
         return None

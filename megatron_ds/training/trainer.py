@@ -26,7 +26,7 @@ from .evaluations import Evaluations
 from .interval import LoggedInterval
 from .loaders import Loaders
 from .moments import RunStart, StepEnd, Stop
-from .no_saves import make_saves
+from .no_saves import NoSaves
 from .observe.log import Log
 from .observe.records import Record, TrainRecord
 from .observer import Observer, due
@@ -74,7 +74,7 @@ class Trainer:
         self.interval = LoggedInterval(replica, total)
         self.evaluations = Evaluations(replica, loaders, log, observer, self.stopping)
         loaded = progress.step if config.checkpoint.load else None
-        self.saves = make_saves(replica, description, loaded)
+        self.saves = _saves_of(replica, description, loaded)
         self.saves.check = loaders.compare
         self.saves.report = self._saved
         self._total = total
@@ -249,3 +249,12 @@ class Trainer:
         if due(interval, step) and not self._is_finished():
             return Stop(f"exit interval {interval}")
         return None
+
+
+def _saves_of(replica: Replica, description: dict, loaded_step: int | None) -> NoSaves:
+    """Return the saves of a run. loaded_step: of the checkpoint with which it began"""
+    if not replica.config.checkpoint.save:
+        return NoSaves(replica, description, loaded_step)
+    from .saves import Saves
+
+    return Saves(replica, description, loaded_step)

@@ -23,7 +23,9 @@ class Arrivals:
     ):
         self._stores: list[WholeParameters] = []
         bucket_of = {}
-        for s in filter(is_gathered_whole, sets):
+        for s in sets:
+            if not s.store.is_gathered_whole:
+                continue
             assert isinstance(s.store, WholeParameters), (
                 "`is_gathered_whole` has checked it"
             )
@@ -44,12 +46,3 @@ class Arrivals:
         """The weights of a layer are there for what is queued from now on."""
         for store, bucket in self._needs[layer]:
             store.wait((bucket,))
-
-
-def is_gathered_whole(s: ParameterSet) -> bool:
-    """Return whether ranks update shards of weights that all of them hold whole, on a GPU."""
-    return (
-        isinstance(s.store, WholeParameters)
-        and s.store.sharded
-        and s.store.flat.is_cuda
-    )

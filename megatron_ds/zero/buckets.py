@@ -23,7 +23,7 @@ fp16 overflows, and experts, which process the tokens of their whole expert-para
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import GetSetDescriptorType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -35,8 +35,10 @@ from ..mpu.group import Group, Waitable
 from ..mpu.managed_parameter import accumulate, no_accumulator, spec_of
 from .data_groups import Hierarchy
 from .exchange import BucketGradient, GradientExchange, is_off, reads_in_place
-from .gradient_checksum import GradientChecksum
 from .layout import Layout, SlotPiece
+
+if TYPE_CHECKING:
+    from .gradient_checksum import GradientChecksum
 
 UNARMED = -1
 # The gradient of a parameter, whatever a class of its own shows as `grad`.
@@ -71,7 +73,7 @@ class Reduction:
     tp: Group
     exchange: GradientExchange
     overlap: bool
-    checksum: GradientChecksum | None = None
+    checksum: "GradientChecksum | None" = None
 
 
 class SlotGradient:

@@ -38,7 +38,8 @@ class CountedUnit(GatherUnit):
 
 
 def count_gathers(
-    gatherings: Mapping[int, LayerGathering], moments: Iterable[tuple[str, int]]
+    gatherings: Mapping[int, LayerGathering],
+    moments: Iterable[tuple[str, int]],
 ) -> tuple[dict[GatherUnit, int], int]:
     """(how often each unit is gathered in a step, the most elements that are whole at a time).
 
@@ -52,6 +53,7 @@ def count_gathers(
         stage: LayerGathering(of(g.needs), of(g.in_backward), g.prefetch, stage=stage)
         for stage, g in gatherings.items()
     }
+    # A gathering of counting units does what that of the run does.
     for moment, stage in moments:
         if (gathering := plans.get(stage)) is None:
             continue
@@ -62,4 +64,5 @@ def count_gathers(
         for layer in order if moment == "forward" else reversed(order):
             gathering.enter(layer, moment == "backward")
             gathering.leave(layer, moment == "backward")
-    return {unit: count.gathers for unit, count in counted.items()}, whole.most
+    gathers = {unit: count.gathers for unit, count in counted.items()}
+    return gathers, whole.most

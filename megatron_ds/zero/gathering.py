@@ -19,15 +19,6 @@ Note: why the storage and not the tensor. Autograd, saved tensors and layers hol
 it, from forward to backward. Shrinking the storage to nothing and growing it again leaves all of them valid.
 Refilling goes through `flat`, whose version counter is not that of the parameters: to autograd, a parameter
 that was freed and gathered again has not changed. (Nor has it: no graph is alive during an update.)
-
-Ranks of one host can share the memory of their parts (`SharedParts`). A unit is then gathered by mapping the
-pages of its parts next to each other: nothing is copied and no rank waits. A part has the same offset in a
-page of its owner's memory as in the flat buffer:
-
-    flat buffer     |---- part of rank 0 ----|---- part of rank 1 ----|
-    pages           |       |       |       |       |       |       |
-    rank 0's        |---- part of rank 0 ----|
-    rank 1's                                |---- part of rank 1 ----|
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +36,7 @@ from .set_plan import ParameterUse, SetPlan
 
 
 class GatherUnit:
-    """What `LayerGathering` gathers: a `Unit`, or a stand-in that counts (prediction.py).
+    """What `LayerGathering` gathers: a `Unit`, or a stand-in that counts (gather_counts.py).
 
     claims   layers that need it whole: it is freed when the last claim is removed
     """

@@ -1,4 +1,13 @@
-"""Units of ranks that share the memory of their parts."""
+"""`MappedUnit`: weights of ZeRO 3 that ranks of one host gather by mapping the memory of their parts (`SharedParts`).
+
+The pages of the parts of a unit are mapped next to each other: nothing is copied and no rank waits. A part has the
+same offset in a page of its owner's memory as in the flat buffer:
+
+    flat buffer     |---- part of rank 0 ----|---- part of rank 1 ----|
+    pages           |       |       |       |       |       |       |
+    rank 0's        |---- part of rank 0 ----|
+    rank 1's                                |---- part of rank 1 ----|
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

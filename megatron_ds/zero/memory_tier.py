@@ -49,4 +49,6 @@ class Buffers:
 
 def _host_memory(numel: int, dtype: torch.dtype, is_locked: bool) -> torch.Tensor:
     """Memory with undefined contents, at the start of a page."""
-    return page_locked(numel, dtype) if is_locked else aligned_empty(numel, dtype)
+    if is_locked:
+        return page_locked(numel, dtype)
+    return aligned_empty(numel, dtype)

@@ -1,21 +1,18 @@
 """`OffloadedLeaves`: the update of state that is not on the device, of a run that offloads none."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .shard_optimizer import Rates, ShardOptimizer
-
-if TYPE_CHECKING:
-    from .offload import SubGroup
 
 
 class OffloadedLeaves:
     """There are none; `OffloadedUpdate` (offload.py) has those of a run that offloads.
 
-    groups: in the order of their update
+    groups: its `SubGroup`s, in the order of their update
     """
 
-    groups: Sequence["SubGroup"] = ()
+    groups: Sequence[Any] = ()
 
     @property
     def working_bytes(self) -> int:
@@ -26,7 +23,7 @@ class OffloadedLeaves:
         """Return the optimizer of each leaf, by the `id` of the leaf's tensor."""
         return {}
 
-    def add(self, *parts: Any) -> "SubGroup":
+    def add(self, *parts: Any) -> Any:
         """Make a sub-group, of a run that offloads."""
         raise NotImplementedError
 

@@ -27,11 +27,9 @@ from ..mpu.collectives import barrier
 from ..mpu.host_reads import read_numbers
 from ..mpu.managed_parameter import spec_of
 from ..optim import MakeOptimizer
-from .arrival import Arrivals, is_gathered_whole
 from .copies import copy_each
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool, reads_in_place
-from .gradient_checksum import GradientChecksum
 from .memory import ZeroMemory
 from .norm import count_zeros, sum_over_ranks
 from .offload_settings import DEVICE
@@ -47,7 +45,9 @@ from .traffic import in_turn, predict_traffic
 from .unused import PathCheck
 
 if TYPE_CHECKING:
+    from .arrival import Arrivals
     from .gathering import LayerGathering
+    from .gradient_checksum import GradientChecksum
     from .offload import UpdateInHalves
     from .parameter_norms import ParameterNorms
     from .whole_matrices import WholeMatrices
@@ -104,7 +104,7 @@ class ZeroOptimizer:
         )
         # Sets of parameters, with their weights and gradients.
         self.exchange = settings.make_exchange(self.device)
-        self.checksum = GradientChecksum(self.device) if settings.checksums else None
+        self.checksum = self._make_checksum()
         self.offloaded = self._make_offloaded()
         self._tiers = open_tiers(settings.offload, self.device)
         readers = (
@@ -153,6 +153,13 @@ class ZeroOptimizer:
         return [maker.make(plan, parameters) for plan in plans]
 
     # What only some runs have is loaded by them.
+    def _make_checksum(self) -> "GradientChecksum | None":
+        if not self.settings.checksums:
+            return None
+        from .gradient_checksum import GradientChecksum
+
+        return GradientChecksum(self.device)
+
     def _make_offloaded(self) -> OffloadedLeaves:
         if self.settings.offload.optimizer == DEVICE:
             return OffloadedLeaves()
@@ -218,12 +225,14 @@ class ZeroOptimizer:
         gathering = self._gathering.get(stage)
         return gathering if gathering is not None and any(gathering.needs) else None
 
-    def arrivals_of(self, stage: int) -> Arrivals | None:
+    def arrivals_of(self, stage: int) -> "Arrivals | None":
         """Return what waits for the updated weights of each layer of a stage; None if they are there after `update`.
 
         They are, unless `Arrivals.begin` is called. Stages share buckets, so then it must be for all stages.
         """
-        if any(is_gathered_whole(s) for s in self.sets):
+        if any(s.store.is_gathered_whole for s in self.sets):
+            from .arrival import Arrivals
+
             return Arrivals(self._use.layers[stage], self.sets)
         return None
 
@@ -520,6 +529,7 @@ class ZeroOptimizer:
 
         moments: see `count_gathers`; needed if stages share parameters, because their order matters then
         """
+        # How often the units of ZeRO 3 are gathered.
         gathers: Mapping[Any, int] = {}
         if self._gathering:
             from .gather_counts import count_gathers
@@ -528,6 +538,7 @@ class ZeroOptimizer:
                 self._gathering,
                 moments or in_turn(self._gathering, microbatches, keeps_gathered),
             )
+        # What is sent of each set, and what an update rule sends besides.
         itemsize = self.sets[0].parameters[0].dtype.itemsize if self.sets else 0
         rule = self.settings.update_rule
         sent = predict_traffic(

@@ -19,12 +19,12 @@ from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Waitable
 from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import ParamSpec
-from .arrays import Array
 from .data_groups import Hierarchy
 from .layout import Layout, SlotPiece
 from .state_piece import StatePiece
 
 if TYPE_CHECKING:
+    from .arrays import Array
     from .gathering import Unit
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
@@ -62,11 +62,16 @@ class ParameterStore:
         """Whether other ranks map the memory of this rank's parts."""
         return False
 
+    @property
+    def is_gathered_whole(self) -> bool:
+        """Whether ranks update shards of weights that all of them hold whole, on a GPU."""
+        return False
+
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         """Return the model's weights of a piece, padding included: a view."""
         raise NotImplementedError
 
-    def array_of(self, first: SlotPiece, numel: int) -> Array:
+    def array_of(self, first: SlotPiece, numel: int) -> "Array":
         """`numel` weights from the beginning of a piece on, in one bucket."""
         raise NotImplementedError
 
@@ -114,10 +119,16 @@ class WholeParameters(ParameterStore):
     def nbytes(self) -> int:
         return self.flat.nbytes
 
+    @property
+    def is_gathered_whole(self) -> bool:
+        return self.sharded and self.flat.is_cuda
+
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         return self.flat[piece.flat : piece.flat + piece.padded_numel]
 
-    def array_of(self, first: SlotPiece, numel: int) -> Array:
+    def array_of(self, first: SlotPiece, numel: int) -> "Array":
+        from .arrays import Array  # of offloaded state
+
         return Array(self.flat[first.flat : first.flat + numel])
 
     def refresh(self) -> None:

@@ -19,7 +19,6 @@ from ..mpu.managed_parameter import spec_of
 from .buckets import GradBuckets, GradientStore, Holder, Reduction
 from .data_groups import DataGroups, Hierarchy
 from .exchange import BufferPool, GradientExchange
-from .gradient_checksum import GradientChecksum
 from .layout import SlotPiece
 from .norm import is_counted, norm_views
 from .offloaded import OffloadedLeaves
@@ -30,6 +29,7 @@ from .shard_optimizer import Leaf, make_leaf
 from .tiers import Tiers
 
 if TYPE_CHECKING:
+    from .gradient_checksum import GradientChecksum
     from .offload import SubGroup
     from .sub_groups import SubGroupPlan
 
@@ -88,7 +88,7 @@ class SetMaker:
     exchange: GradientExchange
     tiers: Tiers
     update: OffloadedLeaves
-    checksum: GradientChecksum | None = None
+    checksum: "GradientChecksum | None" = None
 
     @property
     def device(self) -> torch.device:

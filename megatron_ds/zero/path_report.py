@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..errors import CallError, CommunicationError, MegatronDSError
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
-from .unused import Rule
 
 MOST_NAMED = 8
 logger = logging.getLogger(__name__)
 
 
 def report_paths(
-    rule: Rule,
+    rule: str,
     received: dict[str, bool],
     path: Sequence[str],
     data: Group,
@@ -107,5 +106,7 @@ def _refused(without: Mapping[str, list[int]]) -> str | None:
 
 def _list(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    more = ""
+    if len(ranks) > MOST_NAMED:
+        more = f" and {len(ranks) - MOST_NAMED} more"
     return ", ".join(map(str, ranks[:MOST_NAMED])) + more

@@ -8,12 +8,18 @@ from .set_plan import SHARED, ParameterUse
 
 
 def make_gathering(
-    use: ParameterUse, stage: int, sets: Sequence[ParameterSet], prefetch: int | None
+    use: ParameterUse,
+    stage: int,
+    sets: Sequence[ParameterSet],
+    prefetch: int | None,
 ) -> LayerGathering:
     """Return the gathering of a stage, which also reduces gradients when a layer is left in backward."""
-    gathered = [s for s in sets if s.plan.units and s.plan.stage in (stage, SHARED)]
+    here = (stage, SHARED)
+    gathered = [s for s in sets if s.plan.units and s.plan.stage in here]
     units = units_by_parameter((s.plan, s.parameters, s.store.units) for s in gathered)
-    reduced = [s for s in gathered if s.plan.stage == stage and s.buckets is not None]
+    # Gradients of weights that other stages share are reduced after the last backward of all of them.
+    own = [s for s in gathered if s.plan.stage == stage]
+    reduced = [s for s in own if s.buckets is not None]
 
     def close(layer: int) -> None:
         for s in reduced:

@@ -8,19 +8,22 @@ instead.
 
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
-from .arrays import Tier
 from .offload_settings import DEVICE, OffloadSettings
+
+if TYPE_CHECKING:
+    from .arrays import Tier
 
 
 @dataclass(frozen=True)
 class Tiers:
     """The opened tiers; None: the device."""
 
-    optimizer: Tier | None = None
-    parameters: Tier | None = None
+    optimizer: "Tier | None" = None
+    parameters: "Tier | None" = None
 
     def settle(self) -> None:
         """`Tier.settle` of both."""
@@ -36,7 +39,7 @@ def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
     """
 
     @cache  # the same place is opened once
-    def tier(place: str, folder: str | None) -> Tier | None:
+    def tier(place: str, folder: str | None) -> "Tier | None":
         if place == DEVICE:
             return None
         if place == "cpu":

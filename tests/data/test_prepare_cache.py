@@ -7,8 +7,9 @@ import pytest
 
 from megatron_ds.commands import prepare_cache
 from megatron_ds.config import parse
+from megatron_ds.data.loading import corpora as corpora_of_run
 from megatron_ds.data.loading import datasets
-from megatron_ds.data.samples import gpt_data
+from megatron_ds.data.samples import gpt_corpus
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
@@ -55,8 +56,8 @@ def test_a_run_finds_what_was_prepared_and_builds_nothing(
     # parts of two corpora and a blend; the lock
     assert len(os.listdir(tmp_path / "kept")) == 3 * (2 * 4 + 3) + 1
     for module, name in (
-        (gpt_data, "build_index_maps"),
-        (datasets, "build_blend_index"),
+        (gpt_corpus, "build_index_maps"),
+        (corpora_of_run, "build_blend_index"),
     ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("built again"))
     config = parse(flags)

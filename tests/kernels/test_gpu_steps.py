@@ -35,7 +35,7 @@ from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
 from megatron_ds.training.step_metrics import StepMetrics
-from megatron_ds.zero import tiers
+from megatron_ds.zero import arrays
 from megatron_ds.zero.arrival import Arrivals
 from megatron_ds.zero.data_groups import DataGroups
 from tests.harness.fake_cuda import CUDA, DEFAULT, FakeGpu, fake_cuda, gpu
@@ -431,7 +431,7 @@ FAULTS = {
     "marks": (Mark, "wait", lambda mark: None),
     "side streams": (SideStream, "behind_current", SideStream.apart),
     "weights": (Arrivals, "wait", lambda arrivals, layer: None),
-    "the host": (tiers, "wait_for_mark", lambda mark: None),
+    "the host": (arrays, "wait_for_mark", lambda mark: None),
 }
 # Not every wait is needed in every layout: the next collective of a group may order a stream as well.
 FAULTY = [

@@ -1,5 +1,7 @@
 """A run loads the modules that it uses: a plain GPT on one rank none of experts, of other programs' files, of several
-ranks' schedules and attention, and of features that are off."""
+ranks' schedules and attention, of checkpoints, corpora and offloading without them, and of features that are off.
+
+`python -m tests.harness.loaded_modules pretrain_gpt.py …` prints what a run loads, and which import brings it."""
 
 import json
 import subprocess
@@ -13,17 +15,24 @@ from tests.harness.pretraining import MOCK
 pytestmark = pytest.mark.processes
 
 PROGRAM = """import atexit, json, runpy, sys
-names = lambda: sorted(name for name in sys.modules if name.startswith("megatron_ds."))
-atexit.register(lambda: print(json.dumps(names()), file=sys.stderr))
+from tests.harness.loaded_modules import loaded
+atexit.register(lambda: print(json.dumps(loaded(sys.modules)), file=sys.stderr))
 sys.argv[:] = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")"""
 UNUSED = (
-    "checkpoint.background_save",
+    "checkpoint.folder",
+    "checkpoint.load",
+    "checkpoint.save",
     "compat.conversion.",
     "compat.deepspeed.",
     "compat.engine",
     "context_parallel.",
+    "config.rules.moe",
+    "config.rules.zero",
+    "config.sources.config_files",
+    "data.loading.corpora",
     "data.samples.packing",
+    "data.text.indexed",
     "extensions.tokenizers.file_tokenizers",
     "extensions.bert.bert",
     "extensions.data_efficiency.sample_order",
@@ -31,16 +40,26 @@ UNUSED = (
     "extensions.kernels.gpu.",
     "extensions.lora.adapted_layers",
     "extensions.onebit.adam",
+    "host.async_io",
+    "host.shared_pages",
     "models.context_attention",
     "moe.mixture",
+    "mpu.channels",
+    "mpu.process_groups",
+    "mpu.shared_sums",
     "extensions.optimizers.muon",
     "extensions.report.picture",
     "pipeline.simulate",
     "extensions.zero_bubble.schedules",
     "extensions.guards.rerun",
+    "zero.gathering",
+    "zero.number_blocks",
+    "zero.sub_groups",
+    "zero.sharded_parameters",
+    "zero.whole_matrices",
 )
 # What declares a feature is read at every start.
-DECLARATIONS = ("feature",)
+DECLARATIONS = ("feature", "options")
 
 
 def test_a_plain_run_loads_nothing_of_what_it_does_not_use(tmp_path):
@@ -57,8 +76,8 @@ def test_a_plain_run_loads_nothing_of_what_it_does_not_use(tmp_path):
         timeout=HUNG,
     )
     assert done.returncode == 0, done.stderr
-    loaded = json.loads(done.stderr.splitlines()[-1])
-    names = [name.removeprefix("megatron_ds.") for name in loaded]
+    nodes = json.loads(done.stderr.splitlines()[-1])
+    names = [name.removeprefix("megatron_ds.") for name in nodes]
     found = [
         name
         for name in names
@@ -66,4 +85,5 @@ def test_a_plain_run_loads_nothing_of_what_it_does_not_use(tmp_path):
     ]
     assert found == [] and "training.trainer" in names
     # May only fall.
-    assert len(names) <= 390
+    assert len(names) <= 320
+    assert sum(nodes.values()) <= 135_000

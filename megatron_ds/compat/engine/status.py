@@ -249,7 +249,8 @@ class EngineStatus(EngineAnswers):
 
     def wall_clock_breakdown(self) -> bool:
         """Return whether the times of forward, backward and step are printed."""
-        return self.settings.logging.timing_log_level > 0
+        # Without the feature that measures them there is no such option.
+        return getattr(self.settings.logging, "timing_log_level", 0) > 0
 
     # ------------------------------------------------------------------ ranks
     @property

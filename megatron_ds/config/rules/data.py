@@ -79,7 +79,7 @@ def is_number(text: str) -> bool:
 
 
 def _is_split(text: str) -> bool:
-    """Up to three numbers between commas, blanks or slashes; as `data/loading/blend.py` reads them."""
+    """Up to three numbers between commas, blanks or slashes; as `data/loading/sources.py` reads them."""
     numbers = re.split(r"[\s,/]+", text.strip(" ,/"))
     return (
         len(numbers) <= 3

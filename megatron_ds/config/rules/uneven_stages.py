@@ -14,7 +14,7 @@ def given_of(config: RunConfig, paths: Sequence[str]) -> list[str]:
 def uneven_layout(config: RunConfig) -> str | None:
     """The value for --pipeline-layout; None without such options, or if they cannot be met.
 
-    `rules.layout.uneven_pipeline` reports options that cannot be met.
+    `rules.pipeline.uneven_pipeline` reports options that cannot be met.
     """
     layers = config.model.num_layers
     ranks = config.parallel.pipeline_model_parallel_size
@@ -36,13 +36,20 @@ def uneven_layout(config: RunConfig) -> str | None:
     return f"E{body}L"
 
 
-def _with_counts(config: RunConfig, layers: int, stages: int) -> list[int] | None:
+def _with_counts(
+    config: RunConfig,
+    layers: int,
+    stages: int,
+) -> list[int] | None:
     """Decoder layers of each stage; None if the other stages cannot share the rest evenly."""
     first, last = (config.get(path) for path in COUNTS)
     stated = [count for count in (first, last) if count is not None]
     middle = layers - sum(stated)
     others = stages - len(stated)
-    each, rest = divmod(middle, others) if others else (0, middle)
+    each = 0
+    rest = middle
+    if others:
+        each, rest = divmod(middle, others)
     if middle < 0 or rest:
         return None
 
@@ -54,7 +61,11 @@ def _with_counts(config: RunConfig, layers: int, stages: int) -> list[int] | Non
     return divided
 
 
-def _with_accounts(config: RunConfig, layers: int, stages: int) -> list[int] | None:
+def _with_accounts(
+    config: RunConfig,
+    layers: int,
+    stages: int,
+) -> list[int] | None:
     """Decoder layers of each stage; None if layers and what counts as one cannot be shared evenly."""
     with_first, with_last = (config.get(path) for path in ACCOUNTS)
     # The embedding and the loss each count as a layer, in the first and in the last stage.

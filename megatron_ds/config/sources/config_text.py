@@ -30,7 +30,6 @@ TITLES = {
     "data": "Data",
     "checkpoint": "Checkpoints",
     "logging": "Logging",
-    "profiler": "Measurements",
     "plan": "Planning",
 }
 FILES = (
@@ -172,7 +171,9 @@ def short_help_text() -> str:
         "The flags that most runs set; all flags, their defaults and when not to use them: --help."
     ]
     for title, names in MOST_USED.items():
-        options = [all_options()[name] for name in names]
+        # Those of features that are not installed are left out.
+        known = all_options()
+        options = [known[name] for name in names if name in known]
         lines += [
             "",
             title,

@@ -15,7 +15,10 @@ def report_without_effect(config: RunConfig) -> str:
         return ""
     names: dict[str, str] = {}
     for name, why in config.without_effect.items():
-        names[why] = f"{names[why]}, {name}" if why in names else name
-    width = min(WIDEST, max(map(len, names.values())))
+        if why in names:
+            name = f"{names[why]}, {name}"
+        names[why] = name
+    longest = max(map(len, names.values()))
+    width = min(WIDEST, longest)
     rows = [f"  {listed.ljust(width)}  {why}" for why, listed in names.items()]
     return "\n".join(["accepted, nothing to do:", *rows])

@@ -61,7 +61,7 @@ def open_parts(
     found = []
     for name, n, (flag, words), share in zip(PARTS, samples, named, shares):
         blend = parse_blend(words, flag) if words else None
-        part = Part(name, flag, share)
+        part = DataPart(name, flag, share)
         if name == "train" and planned and n and blend is not None:
             found.append(builder.continued(part, planned, blend))
         else:
@@ -82,7 +82,7 @@ def fitted_split(config: RunConfig, kind: DataKind) -> RunConfig:
     split = f"{most - 1},1,0"
 
     def has_text(name: str, split: str) -> bool:
-        return builder.has_text(Part(name, flag, parse_split(split)), slices)
+        return builder.has_text(DataPart(name, flag, parse_split(split)), slices)
 
     # The new split must help, and leave text in both parts.
     if (
@@ -117,7 +117,7 @@ def names_of(values: Sequence[str]) -> list[str]:
     )
 
 
-class Part(NamedTuple):
+class DataPart(NamedTuple):
     """A part of the data.  flag: of its data path, for messages.  shares: the documents of each of PARTS."""
 
     name: str
@@ -150,7 +150,9 @@ class CorpusBuilder:
         self.is_default = self.is_divided and data.split is None
         self._corpora: dict[str, IndexedDataset] = {}
 
-    def dataset(self, part: Part, wanted: int, blend: Blend | None) -> Dataset | None:
+    def dataset(
+        self, part: DataPart, wanted: int, blend: Blend | None
+    ) -> Dataset | None:
         """Return the dataset of a part, or None."""
         if not wanted:
             return None
@@ -206,7 +208,7 @@ class CorpusBuilder:
         return dataset
 
     def continued(
-        self, part: Part, planned: Sequence[int], blend: Blend
+        self, part: DataPart, planned: Sequence[int], blend: Blend
     ) -> Dataset | None:
         """Return the training samples in the order in which the starts of the run planned them."""
         wanted = planned[-1]
@@ -232,12 +234,12 @@ class CorpusBuilder:
             datasets.append(builder._training(part, size, blend))
         return ContinuedDataset(datasets, pieces)
 
-    def _training(self, part: Part, wanted: int, blend: Blend) -> Dataset:
+    def _training(self, part: DataPart, wanted: int, blend: Blend) -> Dataset:
         dataset = self.dataset(part, wanted, blend)
         assert dataset is not None, "a run without training data is an error"
         return dataset
 
-    def _cyclic(self, part: Part, planned: Sequence[int], blend: Blend) -> Dataset:
+    def _cyclic(self, part: DataPart, planned: Sequence[int], blend: Blend) -> Dataset:
         """Return the samples of a cyclic order, which changes with the number of all samples; a change is logged."""
         dataset = self._training(part, planned[-1], blend)
         before = len(self._training(part, planned[-2], blend))
@@ -251,7 +253,7 @@ class CorpusBuilder:
             )
         return dataset
 
-    def _begin_alike(self, part: Part, blend: Blend, one: int, other: int) -> bool:
+    def _begin_alike(self, part: DataPart, blend: Blend, one: int, other: int) -> bool:
         """Return whether datasets of `one` and of `other` samples begin with the same samples."""
         is_whole = blend.weights is None and len(blend.slices) > 1
         if self.one_epoch or is_whole:
@@ -288,11 +290,11 @@ class CorpusBuilder:
             len(self.kind.documents(self.corpus(flag, piece.prefix))) - 1
         )
 
-    def has_text(self, part: Part, slices: Sequence[CorpusSlice]) -> bool:
+    def has_text(self, part: DataPart, slices: Sequence[CorpusSlice]) -> bool:
         """Return whether the part has a token in any of the slices."""
         return any(self._lengths(part, piece).any() for piece in slices)
 
-    def _with_text(self, part: Part, blend: Blend) -> Blend:
+    def _with_text(self, part: DataPart, blend: Blend) -> Blend:
         """Return the blend of the corpora that have text in this part, with their weights in proportion.
 
         Missing training data, and a part without any text, raise an error later, when they are opened.
@@ -319,7 +321,7 @@ class CorpusBuilder:
                 blend = blend.without(empty)
         return self._weighed(part, blend)
 
-    def _weighed(self, part: Part, blend: Blend) -> Blend:
+    def _weighed(self, part: DataPart, blend: Blend) -> Blend:
         """Return the blend with weights in samples."""
         if self.config.data.blend_weights != "epochs" or blend.weights is None:
             return blend
@@ -327,7 +329,7 @@ class CorpusBuilder:
         return blend.times(tokens) if any(tokens) else blend
 
     def _draws(
-        self, part: Part, wanted: int, dataset: Dataset, blend: Blend
+        self, part: DataPart, wanted: int, dataset: Dataset, blend: Blend
     ) -> list[Draw]:
         counts = [wanted]
         if isinstance(dataset, BlendedDataset):
@@ -338,24 +340,24 @@ class CorpusBuilder:
             for piece, share, count in zip(blend.slices, asked, counts)
         ]
 
-    def _num_tokens(self, part: Part, piece: CorpusSlice) -> int:
+    def _num_tokens(self, part: DataPart, piece: CorpusSlice) -> int:
         return int(self._lengths(part, piece).sum(dtype=np.int64))
 
-    def _lengths(self, part: Part, piece: CorpusSlice) -> np.ndarray:
+    def _lengths(self, part: DataPart, piece: CorpusSlice) -> np.ndarray:
         """Return the tokens of each sequence of the part."""
         corpus = self.corpus(part.flag, piece.prefix)
         bounds = self.kind.documents(corpus)
         documents = self._documents(part, piece)
         return corpus.lengths[bounds[documents.start] : bounds[documents.stop]]
 
-    def _documents(self, part: Part, piece: CorpusSlice) -> range:
+    def _documents(self, part: DataPart, piece: CorpusSlice) -> range:
         """Return the documents of a slice that --split assigns to the part."""
         chosen = self.documents(part.flag, piece)
         cut_here = cut(len(chosen), part.shares)[PARTS.index(part.name)]
         return chosen[cut_here.start : cut_here.stop]
 
     def _weighted(
-        self, part: Part, wanted: int, opened: Sequence[partial], blend: Blend
+        self, part: DataPart, wanted: int, opened: Sequence[partial], blend: Blend
     ) -> BlendedDataset:
         shares = blend.order_shares
         index = self._index(
@@ -372,7 +374,7 @@ class CorpusBuilder:
 
     def _unweighted(
         self,
-        part: Part,
+        part: DataPart,
         wanted: int | None,
         datasets: Sequence[Dataset],
         first_prefix: str,
@@ -398,7 +400,7 @@ class CorpusBuilder:
         return BlendedDataset(datasets, *self._index(part, first_prefix, key, build))
 
     def _index(
-        self, part: Part, first_prefix: str, key: dict, build: partial
+        self, part: DataPart, first_prefix: str, key: dict, build: partial
     ) -> list[np.ndarray]:
         names = ("dataset_index", "dataset_sample_index")
         directory = Path(
@@ -413,7 +415,9 @@ class CorpusBuilder:
         )
         return [arrays[name] for name in names]
 
-    def _open(self, part: Part, piece: CorpusSlice, num_samples: int | None) -> Dataset:
+    def _open(
+        self, part: DataPart, piece: CorpusSlice, num_samples: int | None
+    ) -> Dataset:
         corpus = self.corpus(part.flag, piece.prefix)
         try:
             self._check_text(corpus, part, piece)
@@ -431,7 +435,7 @@ class CorpusBuilder:
         return dataset
 
     def _check_text(
-        self, corpus: IndexedDataset, part: Part, piece: CorpusSlice
+        self, corpus: IndexedDataset, part: DataPart, piece: CorpusSlice
     ) -> None:
         """Raises DataError if the part has no text."""
         if not corpus.num_tokens:

@@ -1,4 +1,4 @@
-"""What --dry-run prints, and what a run says of itself at its start: the declaration of the feature."""
+"""What --dry-run prints, and the text that a run logs at its start: the declaration of the feature."""
 
 from functools import partial
 

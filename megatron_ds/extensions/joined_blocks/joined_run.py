@@ -26,16 +26,22 @@ class JoinedRun:
         joined = self.functions(block, x)
         if joined is None:
             return in_sequence(block, x, batch)
-        attended = joined.attention.attend(before(x, joined), batch)
+        packed = before(x, joined)
+        attended = joined.attention.attend(packed, batch)
         return after(attended, x, joined)
 
-    def functions(self, block: Block, x: torch.Tensor) -> JoinedBlock | None:
+    def functions(
+        self,
+        block: Block,
+        x: torch.Tensor,
+    ) -> JoinedBlock | None:
         """Return the joined functions of the block for x; None where its layers run one by one."""
         # A plan computes on tensors without memory, layer by layer.
         is_planned = type(x) is not torch.Tensor or x.is_meta
         if torch.compiler.is_dynamo_compiling() or is_planned:
             return None
-        if not x.requires_grad or block.attention_dropout.p or block.mlp_dropout.p:
+        drops = block.attention_dropout.p or block.mlp_dropout.p
+        if drops or not x.requires_grad:
             return None
         # In most calls all of this is as in the last call.
         key = x.shape, x.dtype, CHOICES.number
@@ -48,6 +54,8 @@ class JoinedRun:
 
     def _join(self, block: Block, x: torch.Tensor) -> BlockWatch:
         layers = joinable_layers(block)
-        self._joined = None if layers is None else layers.joined(x)
+        self._joined = None
+        if layers is not None:
+            self._joined = layers.joined(x)
         self._watch = BlockWatch(block, layers)
         return self._watch

@@ -17,7 +17,7 @@ MOST_NAMED = 16  # ranks of a sentence
 
 @dataclass(frozen=True)
 class DeviceAt:
-    """Where the GPU of a rank is in the instructions of a step: host/places.py describes the fields."""
+    """Where the GPU of a rank is in the instructions of a step: host/place_file.py describes the fields."""
 
     step: int
     done: int
