@@ -8,8 +8,6 @@ from typing import Any
 from ...config import RunConfig
 from ...config.options.data import DataConfig
 from ...config.training_schedule import make_batch_size
-from ...data.loading.blend import RANGE
-from ...data.loading.sources import read_sources
 from ...mpu.grid import AXES, Grid
 from ...training.moments import RunStart
 from ...training.observe.run_facts import RunFact
@@ -75,6 +73,9 @@ def corpora_of(data: DataConfig) -> list[str]:
     """Return the names of the corpora that a run trains on, without their folders."""
     if data.mock_data:
         return [MOCK]
+    # Loaded where there are corpora.
+    from ...data.loading.sources import read_sources
+
     sources = read_sources(data)
     paths = sources.parts[0] if sources.whole is None else sources.whole
     return [PurePath(word).name for word in paths.values if not _is_amount(word)]
@@ -82,6 +83,8 @@ def corpora_of(data: DataConfig) -> list[str]:
 
 def _is_amount(word: str) -> bool:
     """Return whether a word of a data path is a weight or a range of documents, and no prefix."""
+    from ...data.loading.blend import RANGE
+
     if RANGE.fullmatch(word):
         return True
     try:
