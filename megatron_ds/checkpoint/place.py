@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..features import Provided
 from ..host.packages import extra_command
 
@@ -30,7 +30,8 @@ def absolute(directory: str | os.PathLike) -> str:
 def place_of(directory: str | os.PathLike) -> Path:
     """Return the folder as a Path, or the place in a store as a `upath.UPath`, which has the same methods.
 
-    Raises CheckpointError for a store without a bucket, and when its libraries are not installed.
+    Raises CheckpointError for a store without a bucket, and when its libraries are not installed; ConfigError where
+    the feature is not.
     """
     if not is_store(directory):
         return Path(directory)
@@ -41,6 +42,9 @@ def place_of(directory: str | os.PathLike) -> Path:
         )
     try:
         return OPEN_STORE.get()(text)
+    except ConfigError:
+        # No feature has stores.
+        raise
     except (ImportError, ValueError) as error:
         raise CheckpointError(
             f"{text}: this store cannot be opened ({error}). What s3:// and gs:// need is installed by: "
