@@ -4,7 +4,7 @@
 #   bash examples/bert_tiny_cpu.sh [FOLDER]     everything is written below FOLDER (default: bert)
 #   STEPS=40 bash examples/bert_tiny_cpu.sh     a shorter run; the default is 300 steps, five minutes at most on two cores
 #
-# Before it: `make quickstart`, then `source .venv/bin/activate` and `pip install -e '.[data]'` (nltk splits sentences).
+# Before it: `make quickstart`, then `source .venv/bin/activate` and `python -m pip install -e ".[data]"` (nltk splits sentences).
 # It needs no GPU, and the corpus is the documentation of your own Python. Run it again to continue where it stopped; remove the
 # folder to start from scratch. It demonstrates the steps, not a useful model: a BERT is trained on 15 % of the tokens and learns
 # slowly, and 300 steps reduce the loss from ln 2048 = 7.6 to 6.1, little more than the frequencies of the word pieces.

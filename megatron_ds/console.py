@@ -1,4 +1,5 @@
-"""Text for terminals and log files: characters that could forge lines are escaped, failed writes are counted.
+"""Text for terminals and log files: characters that could forge lines are escaped, failed writes are counted, lines
+fit a terminal.
 
 A path may contain any character except NUL, so a folder named "a\\nerror: no" would add a line to a log, and
 an escape sequence would change a terminal. Paths in logs and errors are therefore shown with `one_line`.
@@ -6,8 +7,10 @@ an escape sequence would change a terminal. Paths in logs and errors are therefo
 
 import errno
 import logging
+import os
 import re
 import sys
+import textwrap
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, TextIO
@@ -15,6 +18,7 @@ from typing import Any, TextIO
 # C0 and C1 controls except line feed and tab, DEL, line separators, bytes that are not UTF-8 (surrogates).
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MOST_CHARACTERS = 200  # characters of a value that messages show
+DEFAULT_COLUMNS = 80  # of a terminal that does not know its size
 # Not before an item of a numbered list of problems.
 _NEWLINE_IN_PROBLEM = re.compile(r"\n(?!  \d+\. )")
 
@@ -37,6 +41,36 @@ def paragraph(text: str) -> str:
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return the text; of a longer one its beginning and its length."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+
+
+def columns(stream: Any) -> int | None:
+    """Return the columns of the terminal that the stream writes to; None for a file or a pipe."""
+    try:
+        if not stream.isatty():
+            return None
+        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_COLUMNS
+    except (AttributeError, OSError, ValueError):  # a stand-in, or a closed terminal
+        return None
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return the text in lines of at most so many columns: lines break between words, and go on further in.
+
+    A word that is longer stays whole, so that a path can be copied.
+    """
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        parts = textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=indent,
+            replace_whitespace=False,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += parts or [""]
+    return "\n".join(lines)
 
 
 def _escape(character: str) -> str:
@@ -70,6 +104,12 @@ class _Handler(logging.StreamHandler):
     """Loses records that cannot be written (a full disk, a closed pipe), and warns once on stderr."""
 
     has_warned = False
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record; on a terminal it fits the width."""
+        text = super().format(record)
+        width = columns(self.stream)
+        return text if width is None else wrapped(text, width)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Count the lost record, without the traceback that logging would print."""

@@ -11,10 +11,21 @@ from hypothesis import settings
 
 from megatron_ds.ops import kernel_table
 from tests.harness.samples import ALL, left_for_rest
+from tests.harness.split import in_shard, shard_of
 
 # `make test-all` tries other examples each time.
 settings.register_profile("busy machine", deadline=None, derandomize=not ALL)
 settings.load_profile("busy machine")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--shard",
+        metavar="I/N",
+        type=shard_of,
+        default=None,
+        help="only part I of N of the tests; all parts together are all tests",
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +104,10 @@ def pytest_collection_modifyitems(config, items):
         pytest.UsageError: the name of a case holds the text of a set of two or more members.
     """
     _divide(config, items)
+    if shard := config.getoption("--shard"):
+        others = [item for item in items if not in_shard(item.nodeid, shard)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if in_shard(item.nodeid, shard)]
     items.sort(key=_place)
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
 from ..features import Provided
+from ..host.packages import extra_command
 
 NAMELESS = ("s3:///", "gs:///")
 # (place in a store) -> Path. Registers the functions of folders for it.
@@ -46,6 +47,6 @@ def place_of(directory: str | os.PathLike) -> Path:
         raise
     except (ImportError, ValueError) as error:
         raise CheckpointError(
-            f"{text}: this store cannot be opened ({error}). pip install 'megatron_ds[stores]' has what "
-            "s3:// and gs:// need; other stores need their fsspec package."
+            f"{text}: this store cannot be opened ({error}). What s3:// and gs:// need is installed by: "
+            f"{extra_command('stores')}. Other stores need their fsspec package."
         ) from error

@@ -73,7 +73,7 @@ def test_without_torch_the_report_says_so():
     assert report["kernels"] == {"kernels": "unknown: torch is not installed"}
     assert (
         report["missing"]["torch"]
-        == "everything but this report: pip install megatron_ds"
+        == 'everything but this report: python -m pip install "megatron_ds"'
     )
 
 
@@ -98,7 +98,8 @@ def test_what_is_missing_is_listed_with_its_use(monkeypatch):
     monkeypatch.setattr(env_report.shutil, "which", lambda name: None)
     found = env_report.missing()
     assert (
-        found["pyarrow"] == "Parquet files as corpora: pip install 'megatron_ds[data]'"
+        found["pyarrow"]
+        == 'Parquet files as corpora: python -m pip install "megatron_ds[data]"'
     )
     assert found["pdsh"] == "launch --launcher pdsh"
 

@@ -101,6 +101,9 @@ def test_a_wheel_built_from_the_sdist_installs_the_sources(checkout, tmp_path):
         sorted(n.removeprefix(in_package) for n in names if n.startswith(in_package))
         == SOURCES
     )
+    assert {
+        f"megatron_ds/extensions/report/page.{kind}" for kind in ("html", "css")
+    } <= {*names}
     assert not [n for n in names if n.startswith(("csrc", "tests"))]
 
     target = tmp_path / "site"

@@ -1,15 +1,20 @@
 """`megatron-ds report`: its numbers are plain reductions of the file, its texts are escaped, and it stands alone."""
 
+import contextlib
 import json
 import statistics
 import sys
+import time
 from html.parser import HTMLParser
 
 import pytest
 
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.report.command import main
+from megatron_ds.extensions.report.paragraph import duration
+from megatron_ds.extensions.report.recorded_run import titles
 from tests.harness.pretraining import MOCK, run_pretrain
+from tests.harness.pretraining import train as train_ranks
 
 pytestmark = pytest.mark.threads
 
@@ -72,8 +77,28 @@ def _record(kind, start, time, **values) -> dict:
     return {"kind": kind, "run": "a", "start": start, "time": time, **values}
 
 
+ABOUT = {
+    "model": "gpt",
+    "parameters": 137024,
+    "trained": 1024,
+    "layers": 2,
+    "width": 64,
+    "heads": 4,
+    "experts": 8,
+    "vocabulary": 513,
+    "sequence": 64,
+    "data": ["wiki", "code"],
+    "batch": 8,
+    "optimizer": "adam",
+    "dtype": "bfloat16",
+    "layout": {"tp": 2, "dp": 4},
+    "zero": 1,
+}
+MACHINE = {"ranks": "8", "device": "NVIDIA H200", "host": "node7", "torch": "2.0"}
+
+
 def process(start, step, began, settings=()) -> dict:
-    values = {"settings": dict(settings), "environment": {"torch": "2.0"}}
+    values = {"settings": dict(settings), "environment": MACHINE}
     return _record("process", start, start, step=step, began=began, **values)
 
 
@@ -161,7 +186,7 @@ def test_a_run_is_explained_and_its_numbers_are_those_of_its_file(tmp_path):
     records = [json.loads(line) for line in lines]
     of = lambda kind, name: [r[name] for r in records if r["kind"] == kind]
     data = sum(of("train", "data_seconds"))
-    [began], [start] = of("process", "began"), of("process", "start")
+    [began], [ready] = of("process", "began"), of("about", "time")
     expected = {
         "step": of("train", "step")[-1],
         "tokens": of("train", "tokens")[-1],
@@ -174,11 +199,13 @@ def test_a_run_is_explained_and_its_numbers_are_those_of_its_file(tmp_path):
         "seconds-saves": sum(of("save", "save_seconds")),
         "seconds-measuring": sum(of("memory", "measuring_seconds")),
         "seconds-evaluation": sum(r.get("eval_seconds", 0) for r in records),
-        "seconds-starting": start - began,
+        "seconds-starting": ready - began,
         "wall": records[-1]["time"] - began,
     }
     numbers = {name: page.numbers[0, name] for name in expected}
     assert numbers == pytest.approx(expected)
+    told = told_in(text)
+    assert told.startswith("A gpt model with ") and "on mock tokens by adam" in told
     # What was recorded for the report: settings with their sources, and the environment.
     [settings] = of("process", "settings")
     assert settings["logging.log_interval"] == ["1", "--log-interval"]
@@ -186,6 +213,86 @@ def test_a_run_is_explained_and_its_numbers_are_those_of_its_file(tmp_path):
     assert {"torch", "ranks"} <= set(page.texts)
     # It stands alone, and has its pictures.
     assert "://" not in text and "<svg" in text and "@import" not in text
+
+
+@contextlib.contextmanager
+def processor_time(rank):
+    """Clocks count the processor's time of this process, so that other programs of the machine cost it none."""
+    begin = time.process_time()
+    now = time.time()
+    spent = lambda: time.process_time() - begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: now + spent())
+        patch.setattr(time, "monotonic", lambda: 1000.0 + spent())
+        patch.setattr(time, "perf_counter", lambda: 2000.0 + spent())
+        yield
+
+
+def test_of_a_run_that_was_started_twice_99_percent_of_the_time_are_explained(
+    tmp_path, undrawn
+):
+    words = [*MOCK, "--hidden-size", "128", "--seq-length", "64"]
+    words += ["--max-position-embeddings", "64", "--train-iters", "12"]
+    words += (
+        "--eval-interval 6 --eval-iters 1 --save-interval 3 --log-interval 6".split()
+    )
+    words += ["--save", tmp_path / "run"]
+    for more in (["--exit-interval", "6"], ["--load", tmp_path / "run"]):
+        train_ranks(1, [*words, *more], spoil=processor_time)
+    _, page = report(tmp_path, tmp_path / "run")
+    numbers = {name: value for (_, name), value in page.numbers.items()}
+    assert numbers["processes"] == 2 and numbers["step"] == 12
+    assert numbers["seconds-starting"] > 0 and numbers["seconds-stopped"] > 0
+    running = numbers["wall"] - numbers["seconds-stopped"]
+    assert abs(numbers["seconds-unexplained"]) < 0.01 * running
+    assert numbers["explained"] > 0.99
+
+
+def test_a_colleague_reads_what_was_trained_how_long_and_how_well(tmp_path, undrawn):
+    begin = [
+        process(102.0, 0, 100.0),
+        _record("about", 102.0, 102.5, step=0, about=ABOUT),
+    ]
+    folder = tmp_path / "notes"
+    text, _ = report(
+        tmp_path, written(folder / "metrics.jsonl", [*begin, *HISTORY[1:]])
+    )
+    assert "<title>notes</title>" in text and "<h1>notes</h1>" in text
+    assert told_in(text) == (
+        "A gpt model with 137,024 parameters, of which 1,024 are trained: 2 layers of width 64 with 4 heads and up "
+        "to 8 experts, a vocabulary of 513 tokens, and sequences of 64 tokens. It was trained on wiki and code by "
+        "adam in bfloat16, with 8 samples a step. It ran on 8 ranks as tp 2 × dp 4 with ZeRO stage 1, on NVIDIA H200 "
+        "of host node7. It made 8 of 12 steps, 512 tokens, in 26 s, until 1970-01-01 00:02 UTC, in 2 processes one "
+        "after another. The steps that count took 12% of this time. The training loss went from 4.8000 to 4.2000, "
+        "the validation loss is 4.7500 (at best 4.5000). Steps skipped: 1."
+    )
+    # A file of an earlier version says less.
+    text, _ = report(tmp_path, written(folder / "metrics.jsonl", HISTORY))
+    assert told_in(text).startswith("It made 8 of 12 steps")
+
+
+def told_in(text: str) -> str:
+    """The paragraph of the page's one run."""
+    return text.split('<p class="about">')[1].split("</p>")[0]
+
+
+def test_runs_have_the_shortest_names_that_differ(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert titles(["runs/a", "runs/b/metrics.jsonl", "c.jsonl"]) == [
+        "a",
+        "b",
+        "c.jsonl",
+    ]
+    assert titles(["x/a", "y/a"]) == ["x/a", "y/a"] and titles(["."]) == [tmp_path.name]
+    assert titles(["x/a", "x/a"]) == ["x/a", "x/a"]
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.2, "less than 1 s"), (41.4, "41 s"), (4980, "1 h 23 min"), (90061, "1 d 1 h")],
+)
+def test_durations_have_two_units(seconds, text):
+    assert duration(seconds) == text
 
 
 HOSTILE = "<script>alert('1')</script>&\"$x$"
@@ -238,7 +345,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(DataError, match="holds no records"):
         report(tmp_path, tmp_path / "empty.jsonl")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"megatron_ds\[report\]"):
         report(tmp_path, written(tmp_path / "m.jsonl", HISTORY))
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_ds.extensions.report.recorded_run import Run
-from megatron_ds.extensions.report.watch_run import curve, facts, main
+from megatron_ds.extensions.report.watch_run import BARS, BESIDE, curve, facts, main
 
 pytestmark = pytest.mark.plan
 
@@ -50,7 +50,7 @@ def test_the_facts_are_those_of_the_newest_records():
 
 def test_a_curve_fits_the_line_and_goes_from_the_largest_to_the_smallest():
     assert curve([3.0, None, 2.0, 1.0], 9) == "█▅▁"
-    assert curve([1.0] * 3) == "▁▁▁" and curve([]) == ""
+    assert curve([1.0] * 3, 9) == "▁▁▁" and curve([], 9) == ""
     falling = curve([float(-i) for i in range(1000)], 60)
     assert len(falling) <= 60 and falling[0] == "█" and falling[-1] == "▁"
 
@@ -63,3 +63,22 @@ def test_once_prints_the_view_without_markup_of_a_name(tmp_path, capsys):
     assert main([str(folder), "--once"]) == 0
     printed = capsys.readouterr().out
     assert "7 of 1,200" in printed and "█▁" in printed
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_the_view_fits_the_terminal_and_a_curve_uses_its_width(
+    tmp_path, capsys, monkeypatch, columns
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    folder = tmp_path / ("a-long-name-of-a-run-" * 8)
+    folder.mkdir()
+    steps = [{**TRAIN, "step": n, "loss": float(-n)} for n in range(700)]
+    lines = [json.dumps(record) + "\n" for record in [*RECORDS, *steps]]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    assert main([str(folder), "--once"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed)) <= columns
+    # The curve is in one line: of 700 values each bar has the mean of equally many.
+    [drawn] = [line for line in printed if "▁" in line]
+    bars = sum(line in BARS for line in drawn)
+    assert (columns - BESIDE) / 2 < bars <= columns - BESIDE and "█" in drawn

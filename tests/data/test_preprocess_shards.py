@@ -555,7 +555,7 @@ class RayInAPocket(types.ModuleType):
 
 def test_ray_makes_every_shard_once_and_tells_what_is_wrong(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "a.jsonl", corpus_lines(50))
-    with pytest.raises(ConfigError, match=r"pip install 'megatron_ds\[ray\]'"):
+    with pytest.raises(ConfigError, match=r'pip install "megatron_ds\[ray\]"'):
         monkeypatch.setitem(sys.modules, "ray", None)
         next(run_on_ray(partial(preprocess, [path], str(tmp_path / "c"), NULL), 3))
     ray = RayInAPocket()

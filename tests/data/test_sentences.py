@@ -94,9 +94,9 @@ def test_without_nltk_or_with_an_unknown_language_the_error_says_what_to_do(
 ):
     with pytest.raises(ConfigError, match="known for english, none"):
         learn_splitter(TEXTS, "klingon")
-    monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
+    monkeypatch.setitem(sys.modules, "nltk", None)
     with pytest.raises(
         ConfigError,
-        match=r"--split-sentences needs nltk .*pip install 'megatron_ds\[data\]'",
+        match=r'--split-sentences needs the package nltk.*pip install "megatron_ds\[data\]"',
     ):
         learn_splitter(TEXTS)

@@ -189,7 +189,7 @@ def test_a_package_that_is_missing_is_an_error_naming_the_extra(
     path = write(tmp_path / f"a.{end}", TEXTS[:5])
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        ConfigError, match=rf"{package}.*pip install 'megatron_ds\[data\]'"
+        ConfigError, match=rf'{package}.*python -m pip install "megatron_ds\[data\]"'
     ):
         read([FileSlice(path)])
 

@@ -164,7 +164,7 @@ PROMPTS = [instance(text, OPTIONS) for text in ("One", "two and " * 30, "")]
 def answers_of_the_harness(name):
     """What its own model for transformers gives."""
     pytest.importorskip(
-        "lm_eval", reason="lm_eval is not installed (pip install megatron_ds[eval])"
+        "lm_eval", reason="lm_eval, of the extra eval, is not installed"
     )
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
@@ -248,7 +248,7 @@ metric_list:
 
 def test_a_task_of_a_user_is_evaluated_from_its_files(tmp_path, monkeypatch):
     pytest.importorskip(
-        "lm_eval", reason="lm_eval is not installed (pip install megatron_ds[eval])"
+        "lm_eval", reason="lm_eval, of the extra eval, is not installed"
     )
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     items = [

@@ -388,7 +388,7 @@ def test_without_nvrtc_the_reason_lists_where_it_was_looked_for(
         monkeypatch, caplog, FakeCuda(), MEGATRON_DS_NVRTC="/nowhere/libnvrtc.so.13"
     )
     assert reason.startswith("NVRTC was not found (/nowhere/libnvrtc.so.13: ")
-    assert "pip install nvidia-cuda-nvrtc" in reason
+    assert 'python -m pip install "nvidia-cuda-nvrtc"' in reason
 
 
 def test_amd_gpus_are_off_until_they_are_asked_for(monkeypatch, caplog, forgetting):

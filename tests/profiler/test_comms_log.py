@@ -21,6 +21,10 @@ def test_a_run_ends_with_the_table_of_rank_0(tmp_path):
     found = {tuple(row.split()[:4]): row.split()[6] for row in rows if "all_" in row}
     assert found["all_reduce", "dp-cp", "of", "2"] == "3"
     assert found["all_reduce", "world", "of", "2"] == "3"
+    # The share of the steps precedes the waits: messages without computations beside them take a part of their time.
+    assert head.split()[-5:-3] == ["of", "steps"]
+    [in_all] = [row for row in rows if row.split()[:2] == ["in", "all"]]
+    assert 0 < float(in_all.split()[-5].removesuffix("%")) < 100
 
 
 def test_a_run_that_ends_with_an_error_has_the_table_without_other_ranks_times(
@@ -31,7 +35,9 @@ def test_a_run_that_ends_with_an_error_has_the_table_without_other_ranks_times(
     assert first.code and second.code
     _, _, table = first.out.partition("communication of rank 0\n")
     head, *rows = table.splitlines()
-    assert head.split()[-1] == "link" and any("all_reduce" in row for row in rows)
+    assert head.split()[-2:] == ["of", "steps"] and any(
+        "all_reduce" in row for row in rows
+    )
 
 
 @contextlib.contextmanager

@@ -217,6 +217,22 @@ def test_the_table_has_sums_means_bandwidths_and_the_time_waited_for_others():
     assert last.splitlines()[3].split()[-4:] == ["100.00", "ms", "0.00", "ms"]
 
 
+def test_messages_of_steps_have_a_share_of_their_time():
+    clock = iter([0.0, 2.0, 10.0, 13.0, 20.0, 21.0]).__next__
+    log = CommunicationLog(clock=HostClock(clock))
+    gradients = LoggedMessage("all_reduce", "dp", 2, 0, 8)
+    weights = LoggedMessage("all_gather", "dp", 2, 0, 8)
+    # Of 8 s of steps the messages take 2 s and 3 s; one second is that of an evaluation.
+    for message, is_in_step in ((gradients, True), (weights, True), (gradients, False)):
+        log.is_in_step = is_in_step
+        log.record(message, lambda: DONE).wait()
+    head, first, second, in_all = table_text(log, 0, None, 8.0).splitlines()[1:]
+    assert head.split()[-2:] == ["of", "steps"]
+    assert [line.split()[-1] for line in (first, second)] == ["25.0%", "37.5%"]
+    assert "3000.00 ms" in first and in_all.split()[-1] == "62.5%"
+    assert "%" not in table_text(log, 0), "an engine has no steps of its own"
+
+
 def test_a_rank_that_sent_nothing_has_no_table():
     assert table_text(CommunicationLog(), 3) == "communication of rank 3: none"
 

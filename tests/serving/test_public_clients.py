@@ -45,7 +45,9 @@ def test_openais_client_reads_all_answers(served):
 
 
 def test_the_evaluation_harness_gets_the_models_log_probabilities(served, tmp_path):
-    pytest.importorskip("lm_eval", reason="pip install 'megatron_ds[eval]'")
+    pytest.importorskip(
+        "lm_eval", reason="lm_eval, of the extra eval, is not installed"
+    )
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
     from transformers import AutoTokenizer

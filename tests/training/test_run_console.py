@@ -18,6 +18,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ds.config import CheckpointConfig
+from megatron_ds.console import set_up_logging
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.data_stalls import stall_text
 from megatron_ds.training.observe.log import open_log
@@ -136,10 +137,45 @@ def test_a_terminal_has_a_bar_with_log_lines_above_it(tmp_path, terminal):
     )
     assert lines.index(
         "evaluating on validation: 2 batches of 8 samples"
-    ) < lines.index(EVALUATION.short())
+    ) < lines.index(EVALUATION.short(100))
     assert lines[-2:] == ["training ended", ""] and lines[-3] == "", (
         "the bar is removed, and lines are plain again"
     )
+
+
+def test_lines_and_bars_fit_80_columns(tmp_path, terminal):
+    screen = terminal(80)
+    run(no_files(tmp_path))
+    lines = drawn(screen.shown())
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.startswith("step 2/4 | ")] == [
+        "step 2/4 | loss 5.0000 | grad norm 0.412 | lr 2.94e-04 | 425k tok/s | 38.1% MFU"
+    ]
+    bars = [line for line in lines if re.search(r"\| ETA [\d?]", line)]
+    assert {bar.split()[0] for bar in bars} == {"step", "validation"}
+
+
+@pytest.mark.parametrize("columns", [80, 57])
+def test_other_text_of_a_run_is_broken_between_words(monkeypatch, terminal, columns):
+    screen = terminal(columns)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    set_up_logging(logging.INFO)
+    path = "/data/" + "long/" * 20 + "file"
+    text = f"kernels: {'adamw c++, gelu c++, ' * 9}all\n  stage 0:  100.0%  {'layer ' * 19}\n\nin {path} of a run"
+    logging.getLogger().info("%s", text)
+    lines = screen.shown().split("\r\n")
+    assert all(len(line) <= columns or line.strip() == path for line in lines)
+    assert "".join(" ".join(lines).split()) == "".join(text.split()), "nothing is lost"
+    assert lines[1].startswith("  ") and "      layer" not in lines[0]
+    assert any(line.startswith("  stage 0:  100.0%  layer") for line in lines)
+    assert any(line.startswith("    layer") for line in lines)
+
+
+def test_text_for_a_file_is_not_broken(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    set_up_logging(logging.INFO)
+    logging.getLogger().info("%s", "word " * 100)
+    assert capsys.readouterr().out == "word " * 100 + "\n"
 
 
 def test_a_terminal_wide_enough_has_megatrons_line(tmp_path, terminal):

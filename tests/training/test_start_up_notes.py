@@ -149,7 +149,7 @@ def test_verify_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(convert_checkpoint, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match="Nothing was written. Run pip install 'megatron_ds.verify.'"
+        ConfigError, match=r'pip install "megatron_ds\[hf\]"\. .*Nothing was written\.'
     ):
         convert_checkpoint.run_tool(
             ["--load", str(tmp_path), "--save", str(tmp_path / "new"), "--verify"]

@@ -20,6 +20,7 @@ from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.log import Log, open_log
 from megatron_ds.training.observe.metrics_file import read_metrics
 from megatron_ds.training.observe.records import EvalRecord, TrainRecord, over_layers
+from megatron_ds.training.observe.run_facts import ProcessRecord, SaveRecord
 
 pytestmark = pytest.mark.plan
 
@@ -106,7 +107,7 @@ def test_the_line_has_megatrons_fields_in_its_order_and_then_ours():
 def test_without_a_known_peak_no_mfu_is_printed():
     record = changed(mfu=None)
     assert (
-        "MFU" not in record.line() + record.short()
+        "MFU" not in record.line() + record.short(500)
         and "| tokens per second: 424672.3 | waiting" in record.line()
     )
 
@@ -139,21 +140,52 @@ def test_the_evaluation_stands_between_dashes_with_a_bounded_perplexity_and_its_
     assert dashes == again == "-" * len(text)
     assert EvalRecord(1, 1, "test", 800.0, 0.0).perplexity == math.exp(20)
     of_pairs = EvalRecord(1, 1, "test", 0.7, 0.0, {}, False)
-    texts = of_pairs.line() + of_pairs.short() + str(of_pairs.fields())
+    texts = of_pairs.line() + of_pairs.short(80) + str(of_pairs.fields())
     assert "loss value: 7.000000E-01" in texts and "tokens" not in texts
     assert "ppl" not in texts.lower() and "perplexity" not in texts
 
 
-def test_short_lines_have_about_100_columns():
-    assert RECORD.short() == (
+def test_lines_of_a_terminal_leave_out_what_does_not_fit():
+    whole = (
         "step 1200/5000 | loss 2.8317 | grad norm 0.412 | lr 2.94e-04 | 425k tok/s | "
         "38.1% MFU | 3 skipped | 1 NaN | ETA 1:18:11"
     )
-    assert len(changed(skipped_steps=0, nan_steps=0, step=5000).short()) <= 100
+    assert RECORD.short(len(whole)) == whole
+    assert RECORD.short(len(whole) - 1) == whole.removesuffix(" | ETA 1:18:11")
+    assert RECORD.short(80) == (
+        "step 1200/5000 | loss 2.8317 | grad norm 0.412 | lr 2.94e-04 | 3 skipped | 1 NaN"
+    )
+    usual = changed(skipped_steps=0, nan_steps=0)
     assert (
-        EVALUATION.short()
+        usual.short(80)
+        == "step 1200/5000 | loss 2.8317 | grad norm 0.412 | lr 2.94e-04 | 425k tok/s"
+    )
+    assert usual.short(1) == "step 1200/5000 | loss 2.8317"
+    layers = {"load balancing loss": 1.01, "router z-loss": 5.0}
+    of_experts = changed(metrics=layers, mfu=None, nan_steps=0, skipped_steps=0)
+    assert of_experts.short(105) == (
+        "step 1200/5000 | loss 2.8317 | load balancing loss 1.0100 | grad norm 0.412 | lr 2.94e-04 | 425k tok/s"
+    )
+    assert (
+        EVALUATION.short(80)
         == "validation at step 1200 | loss 2.5000 | perplexity 12.18 | 3.00 s"
     )
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("step", [1, 99, 1_000_000])
+def test_each_line_of_a_terminal_fits_it(width, step):
+    layers = {f"decoder.layers.{n} max load": 1.5 for n in range(3)}
+    terms = {"load balancing loss": 1.01, "router z-loss": 5.0} | layers
+    for metrics in ({}, terms):
+        evaluation = EvalRecord(
+            step, 1, "validation", 2.5, 1234.5, metrics, is_of_tokens=True
+        )
+        record = changed(
+            step=step, steps=1_000_000, metrics=metrics, eta_seconds=9e6, loss=1234.5
+        )
+        for line in (record.short(width), evaluation.short(width)):
+            assert len(line) <= width and f"step {step}" in line and "loss" in line
 
 
 def test_further_terms_of_the_objective_stand_behind_the_loss_and_in_fields_of_their_own(
@@ -198,7 +230,12 @@ def test_the_line_has_the_extremes_over_layers_and_the_files_have_every_layer(tm
         "| load balancing loss: 1.010000E+00 | largest max load: 2.090000E+00 | smallest router entropy: "
         "9.000000E-01 | largest dropped: 5.900000E-01 | router z-loss: 5.000000E+00 | loss scale"
     ) in record.line()
-    for text in (record.line(), record.short(), evaluation.line(), evaluation.short()):
+    for text in (
+        record.line(),
+        record.short(500),
+        evaluation.line(),
+        evaluation.short(500),
+    ):
         assert "layers" not in text and "largest max load" in text
     log = open_log(
         logging_to(tmp_path, tensorboard_dir=str(tmp_path / "board")), Progress()
@@ -457,13 +494,49 @@ def test_tensorboard_has_megatrons_tags_against_steps_and_losses_against_samples
         "tokens-per-second": 424672.3,
         "mfu": 0.381,
     }
+    first = {"Loss/training": 2.831712, "Loss/validation": 2.5}
     by_step, by_sample = scalars(tmp_path / "tb"), scalars(tmp_path / "tb" / "samples")
     assert by_step == {
-        tag: [(1200, pytest.approx(value))] for tag, value in (losses | others).items()
+        tag: [(1200, pytest.approx(value))]
+        for tag, value in (first | losses | others).items()
     }
+    # TensorBoard sorts tags by their characters.
+    assert sorted(by_step)[:2] == sorted(first)
     assert by_sample == {
         f"{tag} vs samples": [(614400, pytest.approx(value))]
         for tag, value in losses.items()
+    }
+
+
+def test_tensorboard_has_the_settings_of_each_process_as_text(tmp_path):
+    config = logging_to(tmp_path, tensorboard_dir=str(tmp_path / "tb"))
+    for step, lr in ((0, "0.5"), (10, "0.25")):
+        log = open_log(config, Progress(step=step), "a")
+        settings = {"optimizer.lr": (lr, "--lr"), "data.path": ("a|b\nc", "x.yaml")}
+        log.note(ProcessRecord(step, 1.0, settings, {"torch": "2.0"}))
+        log.note(SaveRecord(step, 1.0))
+        log.write(changed(step=step + 5))
+        log.close()
+    texts = as_the_text_page_reads(tmp_path / "tb")
+    table = "|   |   |   |\n|---|---|---|\n| optimizer.lr | {} | --lr |\n| data.path | a\\|b\\nc | x.yaml |"
+    assert texts == {
+        "settings": [(0, table.format("0.5")), (10, table.format("0.25"))],
+        "environment": [(x, "|   |   |\n|---|---|\n| torch | 2.0 |") for x in (0, 10)],
+    }
+    assert [x for x, _ in scalars(tmp_path / "tb")["lm loss"]] == [5, 15]
+
+
+def as_the_text_page_reads(folder) -> dict[str, list[tuple[int, str]]]:
+    """{tag: [(x, text)]} of the tags that TensorBoard's page of texts shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    return {
+        tag: [
+            (e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(tag)
+        ]
+        for tag in events.PluginTagToContent("text")
     }
 
 

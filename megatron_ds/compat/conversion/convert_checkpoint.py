@@ -32,6 +32,7 @@ from megatron_ds.compat.conversion.formats import (
     format_of,
 )
 from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.host.packages import missing_package
 
 UNITS = {
     "": 1,
@@ -244,10 +245,12 @@ def check_transformers(*formats: Format) -> None:
         any(one.name == "huggingface" for one in formats)
         and find_spec("transformers") is None
     ):
-        raise ConfigError(
-            "--verify computes the outputs of folders of Hugging Face with transformers, which "
-            "is not installed. Nothing was written. Run pip install 'megatron_ds[verify]' or "
-            "pip install transformers, or omit --verify."
+        raise missing_package(
+            "--verify of a folder of Hugging Face",
+            "transformers",
+            "hf",
+            "it is not installed",
+            "Or omit --verify. Nothing was written.",
         )
 
 

@@ -14,6 +14,7 @@ from ...batch.batch import Batch
 from ...batch.ledger import DISCARDING
 from ...config.options.model import ModelConfig
 from ...errors import CheckpointError
+from ...host.packages import missing_package
 from ...models import MODELS, build_stage
 from ...models.stage_modules import run_layers
 from ...moe.balance import StepState
@@ -98,8 +99,7 @@ def their_outputs(folder: Path, tokens: torch.Tensor) -> Outputs:
         import transformers
     except ImportError as error:
         raise CheckpointError(
-            "--verify needs transformers, which is not installed: pip install "
-            "transformers."
+            str(missing_package("--verify", "transformers", "hf", error))
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder)

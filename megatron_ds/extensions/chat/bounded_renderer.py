@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...host.packages import missing_package
 
 PROGRAM = Path(__file__).with_name("render_process.py")
 WAIT_SECONDS = 60.0  # for a reply, of which the machine may give to other processes
@@ -154,7 +155,5 @@ def _stop() -> None:
 
 
 def _missing(reason: str) -> str:
-    return (
-        f"chat templates are rendered with transformers and jinja2 ({reason}). Install them with: pip install "
-        "'megatron_ds[chat]'"
-    )
+    packages = "transformers and jinja2"
+    return str(missing_package("a chat template", packages, "hf", reason))

@@ -23,6 +23,7 @@ import numpy as np
 from ...data.text.indexed import CODES, IndexedDataset, corpus_paths, write_index
 from ...data.text.mask_file import LossMasks, mask_path
 from ...errors import ConfigError, DataError
+from ...host.packages import import_extra
 from ...host.regular_file import create_again
 from ..chat.loss_masks import add_doubts
 from .corpus_record import (
@@ -33,7 +34,6 @@ from .corpus_record import (
     sha256_of,
 )
 from .preprocess import Shard, Written, end_with_parent, output_prefix, shard_prefix
-from .text_records import missing_package
 
 COPY_BYTES = 1 << 26  # copied by one task
 Task = Callable[..., Written]  # task(shard=(i, n)); is pickled
@@ -64,10 +64,7 @@ def run_on_ray(
     task: Task, count: int, address: str | None = None, cores: int = 1
 ) -> Iterator[Written]:
     """Run each shard as a Ray task of so many cores. Files must have the same names on all machines."""
-    try:
-        import ray
-    except ImportError as e:
-        raise missing_package("ray", "ray", "--ray", e) from None
+    ray = import_extra("--ray", "ray", "ray")
     try:
         ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
     except (ConnectionError, ValueError) as e:

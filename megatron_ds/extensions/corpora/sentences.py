@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from ...errors import ConfigError
-from .text_records import missing_package
+from ...host.packages import import_extra
 
 # Without the last full stop, in lower case, as Punkt stores them.
 ABBREVIATIONS = {
@@ -102,8 +102,7 @@ def learn_splitter(
 
 
 def _nltk():
-    try:
-        from nltk.tokenize import punkt
-    except ImportError as e:
-        raise missing_package("data", "nltk", "--split-sentences", e) from None
+    import_extra("--split-sentences", "nltk", "data")
+    from nltk.tokenize import punkt
+
     return punkt

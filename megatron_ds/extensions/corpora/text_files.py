@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from ...errors import ConfigError, DataError
+from ...host.packages import import_extra
 from .plain_text import (
     LONGEST_BYTES,
     TextCut,
@@ -32,7 +33,7 @@ from .plain_text import (
     cut_documents,
     texts_of_documents,
 )
-from .text_records import TextBlock, Texts, missing_package, open_table, read_rows
+from .text_records import TextBlock, Texts, open_table, read_rows
 from .text_records import texts_of as texts_of_records
 
 logger = logging.getLogger(__name__)
@@ -340,10 +341,7 @@ def _some_lines(
 
 def _open_zst(raw: BinaryIO) -> io.BufferedReader:
     """Raises ConfigError without zstandard. Reading damaged data raises EOFError or ValueError."""
-    try:
-        import zstandard
-    except ImportError as e:
-        raise missing_package("data", "zstandard", "a .zst file", e) from None
+    zstandard = import_extra("a .zst file", "zstandard", "data")
     return io.BufferedReader(_ZstFrames(raw, zstandard), ZST_BYTES)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...errors import ConfigError, DataError
+from ...errors import DataError
+from ...host.packages import import_extra
 
 Text = str | list[str]  # a document, or its sentences
 ROWS = 1024  # of a block, whose texts are in memory together
@@ -94,9 +95,10 @@ def texts_of(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> 
         if isinstance(contents, bytes) and (not contents or contents.isspace()):
             continue
         try:
-            values: Iterable[object] = (
-                _values(contents, keys) if isinstance(contents, bytes) else contents
-            )
+            # A line is JSON; a row has its values already.
+            values: Iterable[object] = contents
+            if isinstance(contents, bytes):
+                values = _values(contents, keys)
             found = [
                 _checked_text(value, key, sentences) for key, value in zip(keys, values)
             ]
@@ -161,22 +163,14 @@ def _checked(value: object, what: str) -> str:
     return value
 
 
-def missing_package(
-    extra: str, package: str, what: str, error: ImportError
-) -> ConfigError:
-    """Return the error for a package of an extra that is not installed."""
-    return ConfigError(
-        f"{what} needs {package} ({error}). Install it with: pip install "
-        f"'megatron_ds[{extra}]'"
-    )
-
-
 def read_rows(
     path: str, keys: Sequence[str], size: int, start: int = 0, stop: int | None = None
 ) -> Iterator[TextBlock]:
     """Rows start … stop − 1.  size: bytes of the file.  Raises DataError, as `open_table`."""
     table = open_table(path, keys)
-    for rows in table.read(start, table.num_rows if stop is None else stop):
+    stop = table.num_rows if stop is None else stop
+    for rows in table.read(start, stop):
+        # Progress is told in bytes of the file, as for text.
         end = start + len(rows)
         position = size * end // max(1, table.num_rows)
         yield TextBlock(path, range(start, end), rows, position, unit="row")
@@ -185,16 +179,17 @@ def read_rows(
 
 def open_table(path: str, keys: Sequence[str]) -> "_Parquet | _HDF5":
     """Raises DataError for a damaged file or a missing key."""
-    return (_Parquet if path.endswith(".parquet") else _HDF5)(path, keys)
+    if path.endswith(".parquet"):
+        return _Parquet(path, keys)
+    return _HDF5(path, keys)
 
 
 class _Parquet:
+    """The columns of a Parquet file as rows of texts."""
+
     def __init__(self, path: str, keys: Sequence[str]):
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as e:
-            raise missing_package("data", "pyarrow", path, e) from None
+        pyarrow = import_extra(path, "pyarrow", "data")
+        import_extra(path, "pyarrow.parquet", "data")
         self._path = path
         self._keys = list(keys) or None
         self._errors = (pyarrow.ArrowException, OSError)
@@ -208,6 +203,7 @@ class _Parquet:
     def read(self, start: int, stop: int) -> Iterator[list[tuple] | list[dict]]:
         """Rows start … stop − 1 in parts: a value for each key; without keys, the whole rows."""
         at = 0
+        # Groups outside of the range are not read: a worker has its own part of a large file.
         for group in range(self._file.metadata.num_row_groups):
             rows = self._file.metadata.row_group(group).num_rows
             if at >= stop or start >= at + rows:
@@ -234,39 +230,41 @@ class _Parquet:
 
 
 class _HDF5:
+    """The arrays of an HDF5 file as rows of texts."""
+
     def __init__(self, path: str, keys: Sequence[str]):
-        try:
-            import h5py
-        except ImportError as e:
-            raise missing_package("data", "h5py", path, e) from None
+        h5py = import_extra(path, "h5py", "data")
         try:
             self._file = h5py.File(path, "r")
         except OSError as e:
             raise _damaged(path, "HDF5", e) from None
         self._path = path
         self._keys = list(keys)
+        # A file may have groups and attributes, too.
         arrays = [
             name
             for name, value in self._file.items()
             if isinstance(value, h5py.Dataset)
         ]
         _check_keys(path, keys, arrays)
-        counts = {key: self._file[key].shape for key in keys}
-        if len(set(counts.values())) > 1 or any(
-            len(shape) != 1 for shape in counts.values()
-        ):
+        shapes = {key: self._file[key].shape for key in keys}
+        lengths = set(shapes.values())
+        # A text for each key and row.
+        if len(lengths) > 1 or any(len(shape) != 1 for shape in lengths):
             raise DataError(
-                f"{path}: the arrays have shapes {counts}; texts need arrays of one dimension "
+                f"{path}: the arrays have shapes {shapes}; texts need arrays of one dimension "
                 "and of equal length."
             )
-        self.num_rows = counts[keys[0]][0]
+        self.num_rows = shapes[keys[0]][0]
 
     def read(self, start: int, stop: int) -> Iterator[list[tuple]]:
         """Rows start … stop − 1, a value for each key, in parts of at most ROWS rows."""
         try:
             for first in range(start, stop, ROWS):
+                # One read of the file for each column.
                 part = slice(first, min(first + ROWS, stop))
-                yield list(zip(*(self._file[key][part].tolist() for key in self._keys)))
+                columns = [self._file[key][part].tolist() for key in self._keys]
+                yield list(zip(*columns))
         except OSError as e:
             raise _damaged(self._path, "HDF5", e) from None
 

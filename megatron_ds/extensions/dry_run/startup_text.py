@@ -1,6 +1,7 @@
 """The text that a run logs before its first step: grid, model, stages, schedule, memory, options."""
 
 import os
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from ...config import RunConfig
 from ...config.messages import value_text
 from ...config.run import RUN, non_default
 from ...config.sources.without_effect import report_without_effect
+from ...console import columns
 from ...host.allocator import allocator_text
 from ...models import Layer, build_stages
 from ...mpu.fake_group import fake_mesh
@@ -53,6 +55,8 @@ def describe(replica: Replica, launch_source: str, given: RunConfig) -> str:
     """Return the start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
     config = replica.config
     device = replica.mesh.device.type
+    terminal = columns(sys.stdout)
+    width = min(WIDTH, terminal or WIDTH)
     # Model, stages, schedule, state and options. Texts of absent features are empty.
     model = (
         grid_text(replica.mesh.grid, launch_source, device),
@@ -60,7 +64,7 @@ def describe(replica: Replica, launch_source: str, given: RunConfig) -> str:
         experts_text(config),
     )
     stages = (_stages(replica.plan, SHARES[config.parallel.pipeline_cut]),)
-    schedule = (_schedule(config, replica.plan, replica.keeps_gathered),)
+    schedule = (_schedule(config, replica.plan, replica.keeps_gathered, terminal),)
     state = (
         _optimizer(config),
         allocator_text(),
@@ -71,9 +75,9 @@ def describe(replica: Replica, launch_source: str, given: RunConfig) -> str:
         kept_inputs_text(config, device),
     )
     options = (
-        values_text(config),
+        values_text(config, width),
         report_without_effect(config),
-        notes_text(config),
+        notes_text(config, width),
     )
     # A blank line separates the parts.
     parts = (model, stages, schedule, state, options)
@@ -296,7 +300,7 @@ def ranges_text(numbers: Sequence[int]) -> str:
     return f"layers {', '.join(texts)}"
 
 
-def notes_text(config: RunConfig) -> str:
+def notes_text(config: RunConfig, width: int = WIDTH) -> str:
     """Differences of layers with experts from those of Megatron and DeepSpeed; empty without any."""
     if not config.model.num_experts:
         return ""
@@ -306,7 +310,7 @@ def notes_text(config: RunConfig) -> str:
     for note in moe_notes(config):
         filled = textwrap.fill(
             note,
-            WIDTH,
+            width,
             initial_indent="  ",
             subsequent_indent="    ",
             break_on_hyphens=False,
@@ -315,7 +319,7 @@ def notes_text(config: RunConfig) -> str:
     return "\n".join(lines) if len(lines) > 1 else ""
 
 
-def values_text(config: RunConfig) -> str:
+def values_text(config: RunConfig, width: int = WIDTH) -> str:
     """All values that differ from their defaults, grouped by source.
 
     not at their defaults:
@@ -336,21 +340,21 @@ def values_text(config: RunConfig) -> str:
     if not groups:
         return "every option is at its default"
     # One paragraph for each group, with the titles in one column.
-    width = max(map(len, groups))
+    titles = max(map(len, groups))
     order = sorted(groups, key="derived".__eq__)  # the user's values first
-    lines = (_wrapped(f"  {group:{width}}  ", groups[group]) for group in order)
+    lines = (_wrapped(f"  {group:{titles}}  ", groups[group], width) for group in order)
     return "\n".join(("not at their defaults:", *lines))
 
 
-def _wrapped(title: str, values: Sequence[str]) -> str:
-    """`title` and the values in lines of at most `WIDTH` characters; lines break between values only."""
+def _wrapped(title: str, values: Sequence[str], width: int) -> str:
+    """`title` and the values in lines of at most `width` characters; lines break between values only."""
     lines = []
     line = title
     # All values but the last end with a comma.
     listed = [f"{value}," for value in values[:-1]]
     listed += values[-1:]
     for value in listed:
-        is_full = len(line) + len(value) > WIDTH
+        is_full = len(line) + len(value) > width
         if is_full and line.strip() and line != title:
             lines.append(line.rstrip())
             line = " " * len(title)
@@ -423,9 +427,14 @@ def layers_text(layers: Sequence[Layer]) -> str:
 
 
 def _schedule(
-    config: RunConfig, plan: RunPlan, keeps_gathered: bool, widest: int = 16
+    config: RunConfig,
+    plan: RunPlan,
+    keeps_gathered: bool,
+    width: int | None,
+    most: int = 16,
 ) -> str:
-    """Return the schedule with its bubble and its picture, of at most `widest` micro-batches."""
+    """Return the schedule with its bubble and its picture: of at most `most` micro-batches, and of those that fit the
+    columns of a terminal."""
     microbatches = microbatches_of(config)
     noun = "micro-batches" if microbatches > 1 else "micro-batch"
     title = f"schedule: {plan.shape.schedule}, {microbatches} {noun} a step"
@@ -439,10 +448,13 @@ def _schedule(
     costs = plan.stage_costs()
     whole = plan_schedule(config, microbatches, keeps_gathered, costs)
     bubble = simulate(whole, costs.of).bubble
-    shown = min(microbatches, widest)
+    for shown in range(min(microbatches, most), 0, -1):
+        picture = draw(plan_schedule(config, shown, keeps_gathered, costs))
+        if width is None or max(map(len, picture.splitlines())) <= width:
+            break
     lines = [
         f"{title}, bubble about {bubble:.1%} ({plan.times.source})",
-        draw(plan_schedule(config, shown, keeps_gathered, costs)),
+        picture,
     ]
     if shown < microbatches:
         lines.append(f"(drawn for {shown} micro-batches)")

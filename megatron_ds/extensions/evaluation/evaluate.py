@@ -5,7 +5,7 @@ Zero-shot, from a file (Megatron's tasks):
   megatron-ds evaluate --load runs/a --task WIKITEXT103 --valid-data wiki.test.tokens --overlapping-eval 32
   megatron-ds evaluate --load runs/a --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada
 
-Benchmarks of lm-evaluation-harness (pip install megatron_ds[eval]):
+Benchmarks of lm-evaluation-harness (python -m pip install "megatron_ds[eval]"):
 
   torchrun --nproc-per-node 8 -m megatron_ds evaluate --load runs/a --tasks hellaswag,arc_easy \\
       --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2

@@ -12,6 +12,7 @@ import torch
 
 from ...data.tokenizers import Tokenizer
 from ...errors import ConfigError
+from ...host.packages import missing_package
 from ...mpu.agree import on_one_rank
 from ...training.build import Replica
 from ..generation.model_text import end_tokens
@@ -43,9 +44,8 @@ class HarnessTasks:
 def check_harness() -> None:
     """Raises ConfigError where the package is not installed."""
     if find_spec(PACKAGE) is None:
-        raise ConfigError(
-            "tasks of lm-evaluation-harness need the package lm_eval, which is not installed. "
-            "Install it with pip install megatron_ds[eval]."
+        raise missing_package(
+            "a task of lm-evaluation-harness", PACKAGE, "eval", "it is not installed"
         )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ...config.options.need import need
 from ...config.options.option import option
+from ...host.packages import extra_command
 
 WITH_TASKS = need("train.eval_tasks")
 
@@ -15,7 +16,7 @@ class TaskOptions:
     eval_tasks: tuple[str, ...] = option(
         (),
         separators=",",
-        help="Tasks of lm-evaluation-harness (pip install megatron_ds[eval]) that are evaluated at the end of "
+        help=f"Tasks of lm-evaluation-harness ({extra_command('eval')}) that are evaluated at the end of "
         "the run, and every --eval-tasks-interval steps. Losses are the same to the last bit with and without.",
     )
     eval_tasks_interval: int | None = option(

@@ -28,6 +28,7 @@ from typing import Any
 from ...cli import Arguments
 from ...errors import ConfigError
 from ...host import COMPILED
+from ...host.packages import install_command
 from ...version import __version__
 from .variables import PREFIXES
 
@@ -46,7 +47,7 @@ PACKAGES = (
     "accelerate",
 )
 OTHER_MODULES = {"_async_io": "asynchronous I/O", "_bpe": "words of a tokenizer"}
-# What an optional package or program is for, and how it is installed.
+# What an optional package is for, and how it is installed.
 EXTRAS = {
     "pyarrow": ("Parquet files as corpora", "megatron_ds[data]"),
     "zstandard": ("corpora compressed by zstd", "megatron_ds[data]"),
@@ -58,9 +59,18 @@ EXTRAS = {
     "ray": ("ranks as actors of Ray", "megatron_ds[ray]"),
     "matplotlib": ("plots", "megatron_ds[report]"),
     "rich": ("the view of megatron-ds watch", "megatron_ds[report]"),
-    "uvicorn": ("megatron-ds serve", "megatron_ds[serve]"),
-    "transformers": ("proofs of converted checkpoints", "megatron_ds[verify]"),
-    "wandb": ("logs in Weights & Biases", "wandb"),
+    "tensorboard": ("curves in TensorBoard", "megatron_ds[report]"),
+    "transformers": (
+        "chat templates, proofs of converted checkpoints",
+        "megatron_ds[hf]",
+    ),
+    "sentencepiece": ("tokenizers of sentencepiece", "megatron_ds[hf]"),
+    "starlette": ("answers over HTTP", "megatron_ds[serve]"),
+    "lm_eval": ("tasks of lm-evaluation-harness", "megatron_ds[eval]"),
+    "wandb": ("logs in Weights & Biases", "megatron_ds[wandb]"),
+    "comet_ml": ("logs in Comet", "megatron_ds[comet]"),
+    "mlflow": ("logs in MLflow", "megatron_ds[mlflow]"),
+    "opentelemetry": ("traces and gauges by OpenTelemetry", "megatron_ds[otel]"),
     "triton": ("FlexAttention on GPUs", "triton"),
 }
 PROGRAMS = {
@@ -203,15 +213,16 @@ def limits() -> Section:
 def missing() -> Section:
     """Optional packages and programs that are absent → what they are for."""
     found = {
-        name: f"{what}: pip install '{extra}'"
-        for name, (what, extra) in EXTRAS.items()
+        name: f"{what}: {install_command(source)}"
+        for name, (what, source) in EXTRAS.items()
         if find_spec(name) is None
     }
     for name, what in PROGRAMS.items():
         if shutil.which(name) is None:
             found[name] = what
     if find_spec("torch") is None:
-        found["torch"] = "everything but this report: pip install megatron_ds"
+        command = install_command("megatron_ds")
+        found["torch"] = f"everything but this report: {command}"
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free / 2**30

@@ -1,14 +1,16 @@
 """The table of the communication log (--comms-logger), with the time that is lost to slow ranks.
 
     communication of rank 0
-      operation    group        message  calls     sum     time    payload   of a link   waited  others waited
-      all_reduce   dp-cp of 4   16.8 MB     10  168 MB  95.1 ms  1.77 GB/s   2.65 GB/s  41.0 ms         2.1 ms
+      operation   group       message calls    sum    time   payload  of a link of steps  waited others waited
+      all_reduce  dp-cp of 4  16.8 MB    10 168 MB 95.1 ms 1.77 GB/s  2.65 GB/s    12.0% 41.0 ms        2.1 ms
       …
-      in all                                10  168 MB  95.1 ms                         41.0 ms         2.1 ms
+      in all                             10 168 MB 95.1 ms                         12.0% 41.0 ms        2.1 ms
 
-Rows are sorted by time, then by bytes. "waited" is the time of this rank above that of the rank of its group that took
-least: the rank that comes last to a collective waits for no other. "others waited" is how much longer the rank took
-that waited most: of a rank that is always the last one, "waited" is 0 and this is what it costs.
+"of steps" is the time that messages of training steps took, as a share of the time of these steps. Messages that run
+beside computations count as well, so a share can exceed what a step would gain without them. Rows are sorted by time,
+then by bytes. "waited" is the time of this rank above that of the rank of its group that took least: the rank that
+comes last to a collective waits for no other. "others waited" is how much longer the rank took that waited most: of a
+rank that is always the last one, "waited" is 0 and this is what it costs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,6 +35,7 @@ from .short import short
 
 COLUMNS = "{:16}{:18}{:>10}{:>9}{:>10}"
 TIMES = "{:>12}{:>12}{:>12}{:>13}"
+SHARE = "{:>10}"
 WAITED = "{:>12}{:>15}"
 WHOLE = {"tp", "cp", "dp", "pp"}  # axes of all ranks of a run
 
@@ -96,17 +99,22 @@ def table_text(
     log: CommunicationLog,
     rank: int,
     of_groups: Mapping[LoggedMessage, Range] | None = None,
+    step_seconds: float = 0.0,
 ) -> str:
     """Return the table of this rank, of calls whose times are known: after an error a device may never come to the
     others.
 
     of_groups: of `seconds_of_groups`, for the columns of waits; None: without them
+    step_seconds: of all training steps, for the column of shares; 0: without it
     """
-    return "\n".join(_lines(log, rank, of_groups))
+    return "\n".join(_lines(log, rank, of_groups, step_seconds))
 
 
 def _lines(
-    log: CommunicationLog, rank: int, of_groups: Mapping[LoggedMessage, Range] | None
+    log: CommunicationLog,
+    rank: int,
+    of_groups: Mapping[LoggedMessage, Range] | None,
+    step_seconds: float,
 ) -> Iterator[str]:
     if not log.rows:
         yield f"communication of rank {rank}: none"
@@ -115,6 +123,8 @@ def _lines(
     head = COLUMNS.format("operation", "group", "message", "calls", "sum")
     head += TIMES.format("time", "mean", "payload", "of a link")
     yield f"communication of rank {rank}"
+    if step_seconds:
+        head += SHARE.format("of steps")
     if of_groups is not None:
         head += WAITED.format("waited", "others waited")
     yield f"  {head}"
@@ -129,22 +139,29 @@ def _lines(
             spent.calls,
             f"{short(message.num_bytes * spent.calls)}B",
         )
-        line += _times(message, spent)
+        line += _times(message, spent) + _share(spent.in_steps, step_seconds)
         if of_groups is not None:
             least, most = of_groups[message]
             waits.append((spent.seconds - least, most - spent.seconds))
             line += WAITED.format(*map(_ms, waits[-1]))
         yield f"  {line}"
-    yield f"  {_total(log, waits)}"
+    yield f"  {_total(log, waits, step_seconds)}"
 
 
-def _total(log: CommunicationLog, waits: list[tuple[float, float]]) -> str:
+def _share(seconds: float, step_seconds: float) -> str:
+    return SHARE.format(f"{seconds / step_seconds:.1%}") if step_seconds else ""
+
+
+def _total(
+    log: CommunicationLog, waits: list[tuple[float, float]], step_seconds: float
+) -> str:
     """Return the last line: all calls, bytes and times."""
     num_bytes = sum(m.num_bytes * spent.calls for m, spent in log.rows.items())
     calls = sum(spent.calls for spent in log.rows.values())
     seconds = sum(spent.seconds for spent in log.rows.values())
     line = COLUMNS.format("in all", "", "", calls, f"{short(num_bytes)}B")
     line += TIMES.format(_ms(seconds), "", "", "")
+    line += _share(sum(spent.in_steps for spent in log.rows.values()), step_seconds)
     return line + WAITED.format(*map(_ms, map(sum, zip(*waits)))) if waits else line
 
 

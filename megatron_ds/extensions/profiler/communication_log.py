@@ -43,10 +43,11 @@ class LoggedMessage(NamedTuple):
 
 @dataclass
 class Spent:
-    """Complete calls of one sort of message, and the seconds they took together."""
+    """Complete calls of one sort of message, and the seconds they took together; in steps: those of training steps."""
 
     calls: int = 0
     seconds: float = 0.0
+    in_steps: float = 0.0
 
 
 def algorithmic_bandwidth(message: LoggedMessage, spent: Spent) -> float:
@@ -93,12 +94,22 @@ class StreamClock:
         return start.elapsed_time(end) / 1e3
 
 
+class _Unread(NamedTuple):
+    """A call whose time is not known yet. started, ended: times of the clock"""
+
+    message: LoggedMessage
+    started: Any
+    ended: Any
+    is_in_step: bool
+
+
 class CommunicationLog:
     """The log of one rank.
 
     operations  the names of those that are recorded; None: all
     is_verbose  whether each call is logged when it is complete
     rows        calls whose times are known
+    is_in_step  whether the calls that end now belong to a training step, and not to an evaluation or a save
     """
 
     def __init__(
@@ -108,10 +119,11 @@ class CommunicationLog:
         clock: HostClock | StreamClock | None = None,
     ):
         self.rows: dict[LoggedMessage, Spent] = {}
+        self.is_in_step = False
         self._operations = operations
         self._is_verbose = is_verbose
         self._clock = clock or HostClock()
-        self._unread: deque[tuple[LoggedMessage, Any, Any]] = deque()
+        self._unread: deque[_Unread] = deque()
 
     def start(
         self, operation: str, group: Group, num_bytes: int, begin: Callable[[], Work]
@@ -146,23 +158,26 @@ class CommunicationLog:
         return self._operations is None or message.operation in self._operations
 
     def _end(self, message: LoggedMessage, started: Any) -> None:
-        self._unread.append((message, started, self.now()))
+        self._unread.append(_Unread(message, started, self.now(), self.is_in_step))
         self._read(wait=False)
 
     def _read(self, wait: bool) -> None:
         """Add the calls whose times are known, the oldest first."""
         while self._unread:
-            message, started, ended = self._unread[0]
-            seconds = self._clock.elapsed(started, ended, wait)
+            call = self._unread[0]
+            seconds = self._clock.elapsed(call.started, call.ended, wait)
             if seconds is None:
                 return
             self._unread.popleft()
-            self._add(message, seconds)
+            self._add(call, seconds)
 
-    def _add(self, message: LoggedMessage, seconds: float) -> None:
+    def _add(self, call: _Unread, seconds: float) -> None:
+        message = call.message
         spent = self.rows.setdefault(message, Spent())
         spent.calls += 1
         spent.seconds += seconds
+        if call.is_in_step:
+            spent.in_steps += seconds
         if self._is_verbose:
             logger.info(
                 "%s over %s of %d ranks: %d bytes, %.3f ms",

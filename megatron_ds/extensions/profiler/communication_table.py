@@ -3,7 +3,7 @@
 import logging
 
 from ...mpu.group import Group
-from ...training.moments import RunStart
+from ...training.moments import RunStart, StepEnd
 from ...training.observer import LAST, Observer
 from .comms_log import log_of_run, seconds_of_groups, table_text
 
@@ -20,6 +20,18 @@ class CommunicationTable(Observer):
         self._mesh = mesh = start.replica.mesh
         self._log = log_of_run(start.config, mesh.rank, mesh.device)
         mesh.traffic.log = self._log
+        self._seconds = 0.0
+
+    def step_began(self, step: int) -> None:
+        """Count messages for the step."""
+        if self._log is not None:
+            self._log.is_in_step = True
+
+    def step_ended(self, end: StepEnd) -> None:
+        """Count messages apart from those of steps, and the seconds of the step."""
+        self._seconds += end.seconds
+        if self._log is not None:
+            self._log.is_in_step = False
 
     def run_ended(self, reason: str) -> None:
         """Log the table, with the waits for slow ranks. Collective over the world."""
@@ -36,4 +48,5 @@ class CommunicationTable(Observer):
             return
         of_groups = None if world is None else seconds_of_groups(log, world)
         if self._mesh.rank == 0:
-            logger.info("%s", table_text(log, self._mesh.rank, of_groups))
+            text = table_text(log, self._mesh.rank, of_groups, self._seconds)
+            logger.info("%s", text)

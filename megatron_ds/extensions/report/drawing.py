@@ -1,4 +1,4 @@
-"""Curves of runs as SVG, to be put into a page."""
+"""Curves of runs, drawn by matplotlib: files, and SVG to be put into a page."""
 
 import io
 import math
@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import ConfigError
+from ...host.packages import import_extra
 from .recorded_run import Run
 
-# A colour for each run; they differ without colour vision, too.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+# A colour for each run; they differ without colour vision, too. The page has brighter ones for a dark screen.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f")
 STYLES: dict[str, dict[str, Any]] = {
     "train": dict(linewidth=1.2),
     "validation": dict(marker="o", linestyle="--", markersize=4),
@@ -34,19 +34,21 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def drawing_library() -> Any:
-    """matplotlib's pyplot, without a screen. Raises ConfigError without it."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "a report needs matplotlib, which is not installed: pip install 'megatron_ds[report]'"
-        ) from None
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    from matplotlib import pyplot
+def new_figure(inches: tuple[float, float], rows: int = 1) -> tuple[Any, list[Any]]:
+    """Return matplotlib's figure of some rows of axes, one below another, and these axes. Needs no screen.
 
-    return pyplot
+    Raises ConfigError without matplotlib.
+    """
+    # Not `pyplot`, which keeps its figures and looks for a screen.
+    library = import_extra("drawing", "matplotlib.figure", "report")
+    figure = library.Figure(inches, layout="constrained")
+    found = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
+    # A frame would distract from the curves.
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    found[-1].set_xlabel("step")
+    return figure, list(found)
 
 
 def chart(title: str, runs: Sequence[Run]) -> str | None:
@@ -69,19 +71,17 @@ def chart(title: str, runs: Sequence[Run]) -> str | None:
 
 def curves(title: str, drawn: Sequence[Curve]) -> str:
     """Return the <svg> element of curves against steps; those with a label are in a legend."""
-    pyplot = drawing_library()
-    figure, axes = pyplot.subplots(figsize=INCHES, layout="constrained")
+    figure, [axes] = new_figure(INCHES)
     for steps, values, style in drawn:
         axes.plot(steps, values, **style)
-    # Frame and legend must not distract from the curves.
-    axes.set(xlabel="step")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, ncols=3, fontsize="small")
+    # Words stay words, which a page can search and colour.
+    from matplotlib import rc_context
+
     file = io.StringIO()
-    figure.savefig(file, format="svg")
-    pyplot.close(figure)
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", transparent=True)
     return _element(file.getvalue(), title)
 
 
@@ -90,12 +90,21 @@ def _or_nan(value: float | None) -> float:
 
 
 def _element(svg: str, title: str) -> str:
-    """Return only the <svg> element, without addresses, and with names that no other chart of the page has."""
+    """Return only the <svg> element, without addresses, with names that no other chart of the page has, and with
+    colours that the page sets."""
     text = svg[svg.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     prefix = title.replace(" ", "-")
-    for before in (' id="', "url(#", 'href="#'):
+    # Names, and the two ways of naming one.
+    for before in (
+        ' id="',
+        "url(#",
+        'href="#',
+    ):
         text = text.replace(before, f"{before}{prefix}-")
+    for number, plain in enumerate(COLOURS):
+        text = text.replace(plain, f"var(--run-{number})")
+    text = text.replace("#000000", "currentColor")
     return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)

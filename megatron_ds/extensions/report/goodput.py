@@ -1,31 +1,24 @@
-"""How a run spent its wall time: from the start of its first process to its newest record.
-
-training   steps whose result the run has kept, without their waits for data
-repeated   steps that a later process computed again, since it resumed from before them
-data       steps waited for their batch
-evaluation, saves
-measuring  plans and files of --record-memory-history, beside the step that it measures
-starting   each process, from its begin to its first step: building, loading
-stopped    no process of the run was there
-unexplained  the rest
-"""
+"""How a run spent its wall time: from the start of its first process to its newest record."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from .recorded_run import Run
 
-PARTS = (
-    "training",
-    "repeated",
-    "data",
-    "evaluation",
-    "saves",
-    "measuring",
-    "starting",
-    "stopped",
-    "unexplained",
-)
+STARTS = ("process", "about")  # kinds of the records of a start
+# Name of a part → what it is.
+PARTS = {
+    "training": "steps whose result the run has kept, without their waits for data",
+    "repeated": "steps that a later process computed again, since it resumed from before them",
+    "data": "steps waited for their batch",
+    "evaluation": "steps waited for an evaluation",
+    "saves": "steps waited for a checkpoint",
+    "measuring": "plans and files of --record-memory-history, after the step that it measures",
+    "starting": "each process, from its begin to its first step: imports, building, loading",
+    "stopped": "from the last record of a process to the begin of the next",
+    "unexplained": "the rest",
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,12 @@ class _Process:
 
     @property
     def ready(self) -> float:
-        return self.records[0].get("start", self.records[0].get("time", 0.0))
+        """When the first step could begin: records of the start are written just before. Files of earlier versions
+        begin with a log line, and have only the moment at which the file was opened."""
+        starts = takewhile(lambda record: record["kind"] in STARTS, self.records)
+        times = [record["time"] for record in starts if "time" in record]
+        first = self.records[0]
+        return times[-1] if times else first.get("start", first.get("time", 0.0))
 
     @property
     def began(self) -> float:

@@ -11,7 +11,7 @@ from html import escape
 from itertools import chain
 from pathlib import Path
 
-from ...errors import ConfigError
+from ...host.packages import import_extra
 from ...pipeline.instruction import COMPUTE, Instruction, Op, Program, Schedule
 from ...pipeline.simulate import Simulation, simulate
 
@@ -192,13 +192,12 @@ def save_png(
     panels: list[Panel], path: Path, width: int = 1100, dots: float = 2.0
 ) -> None:
     """The picture as a PNG, `dots` dots a pixel. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "writing a PNG needs matplotlib, which is not installed: pip install matplotlib. "
-            "Or write an .svg, which needs no package."
-        ) from None
+    matplotlib = import_extra(
+        "a PNG",
+        "matplotlib",
+        "report",
+        instead="Or write an .svg, which needs no package.",
+    )
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Rectangle

@@ -16,6 +16,8 @@ from megatron_ds.cli import Arguments, writing
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.observe.metrics_file import read_metrics
 
+from .drawing import new_figure
+
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)_(max_load|router_entropy|dropped)")
 
 
@@ -66,26 +68,10 @@ def smoothed(points: list[tuple[int, float]], window: int) -> list[tuple[int, fl
 
 def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
     """Write the picture, with one line for each layer."""
-    # matplotlib is optional, and "Agg" draws without a screen.
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     # One panel for each metric that the run recorded.
     shown = [panel for panel in PANELS if panel.metric in curves]
-    figure, rows = plt.subplots(
-        len(shown),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-        figsize=(8, 1 + 2.4 * len(shown)),
-    )
-    for axes, panel in zip(rows[:, 0], shown):
+    figure, rows = new_figure((8, 1 + 2.4 * len(shown)), len(shown))
+    for axes, panel in zip(rows, shown):
         for layer, points in sorted(curves[panel.metric].items()):
             axes.plot(
                 *zip(*smoothed(points, window)), label=f"layer {layer}", linewidth=1.3
@@ -93,16 +79,12 @@ def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
         if panel.level is not None:
             axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1)
         axes.set_ylabel(panel.label)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
     # The panels share legend, title and steps.
-    rows[0, 0].legend(frameon=False, ncols=4)
-    rows[0, 0].set_title(title)
-    rows[-1, 0].set_xlabel("step")
-    rows[-1, 0].set_xlim(left=0)
+    rows[0].legend(frameon=False, ncols=4)
+    rows[0].set_title(title)
+    rows[-1].set_xlim(left=0)
     with writing(output):
         figure.savefig(output, dpi=150)
-    plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,17 +6,12 @@ megatron-ds plot-loss --metrics quickstart/metrics.jsonl --output loss.png
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_ds.cli import Arguments, writing
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.observe.metrics_file import read_metrics
 
-STYLES: dict[str, dict[str, Any]] = {
-    "train": dict(linewidth=1.5),
-    "validation": dict(marker="o", linestyle="--", markersize=4),
-    "test": dict(marker="s", linestyle="none"),
-}
+from .drawing import STYLES, new_figure
 
 
 def read(path: Path) -> dict[str, list[dict]]:
@@ -41,18 +36,8 @@ def draw(
     vocab_size: int | None,
 ) -> None:
     """Write the picture, with one curve for each kind of loss."""
-    # matplotlib is optional, and "Agg" draws without a screen.
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib, which is not installed: pip install matplotlib"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     # A curve for each kind of loss.
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, [axes] = new_figure((8, 4.5))
     for kind, style in STYLES.items():
         rows = [r for r in records.get(kind, ()) if r["loss"] is not None]
         if rows:
@@ -83,14 +68,11 @@ def draw(
             fontsize=9,
         )
     # Labels come last, when all curves are known.
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(ylabel="loss (nats per token)", title=title)
     axes.set_xlim(left=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     with writing(output):
         figure.savefig(output, dpi=150)
-    plt.close(figure)
 
 
 def read_mark(text: str) -> tuple[int, str]:

@@ -1,8 +1,9 @@
 """`Run`: the records of the newest run in a metrics file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import DataError
 from ...training.observe.metrics_file import newest_run
@@ -30,9 +31,30 @@ class Run:
         """Name → text, as the newest process recorded it; empty if not recorded."""
         return self._newest("environment")
 
-    def _newest(self, name: str) -> Mapping:
-        found = [r[name] for r in self.records if r["kind"] == "process"]
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What is trained, as `run_summary.summary_of` has it; empty in files of earlier versions."""
+        return self._newest("about", kind="about")
+
+    def _newest(self, name: str, kind: str = "process") -> Mapping:
+        found = [record[name] for record in self.records if record["kind"] == kind]
         return found[-1] if found else {}
+
+
+def titles(names: Sequence[str]) -> list[str]:
+    """Return the shortest ends of the paths of runs in which they differ: of "runs/a" and "runs/b" a and b."""
+    paths = []
+    for name in names:
+        place = Path(name).absolute()
+        is_of_folder = place.name == "metrics.jsonl" and len(place.parts) > 2
+        paths.append(place.parent if is_of_folder else place)
+    # One part of a path is enough, unless runs have the same one.
+    longest = max(len(path.parts) for path in paths)
+    for count in range(1, longest):
+        ends = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(ends)) == len(ends):
+            return ends
+    return list(names)
 
 
 def metrics_file(place: Path) -> Path:

@@ -1,8 +1,8 @@
 """The numbers of a run, and the settings that differ between runs."""
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from .recorded_run import Run
 
@@ -37,7 +37,8 @@ def _count(kind: str) -> Callable[[Run], Number]:
     return lambda run: len(run.last_of_steps(kind))
 
 
-def _processes(run: Run) -> int:
+def processes(run: Run) -> int:
+    """Return how many processes trained it, one after another."""
     return len({record.get("start") for record in run.records})
 
 
@@ -146,9 +147,26 @@ NUMBERS: dict[str, tuple[str, str, Callable[[Run], Number]]] = {
     "processes": (
         "processes, one after another",
         "{:,}",
-        _processes,
+        processes,
     ),
 }
+
+
+class Row(NamedTuple):
+    """A number of each run. name, label, form: as in `NUMBERS`"""
+
+    name: str
+    label: str
+    form: str
+    values: list[Number]
+
+
+def rows(runs: Sequence[Run]) -> Iterator[Row]:
+    """The numbers that some run has."""
+    for name, (label, form, reduce) in NUMBERS.items():
+        values = [reduce(run) for run in runs]
+        if any(value is not None for value in values):
+            yield Row(name, label, form, values)
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:

@@ -16,10 +16,12 @@ from typing import Any
 from ...cli import Arguments
 from ...console import printable
 from ...errors import ConfigError
+from ...host.packages import import_extra
 from .recorded_run import Run, metrics_file, read_run
 
 BARS = "▁▂▃▄▅▆▇█"
-CURVE = 48  # columns
+BESIDE = 25  # columns of the frame and of the longest label, beside a curve
+LEAST = 16  # columns of a curve
 
 
 # Label → the field of a log line, and its format.
@@ -65,7 +67,7 @@ def facts(run: Run, now: float) -> dict[str, str]:
     return found
 
 
-def curve(values: Sequence[float | None], width: int = CURVE) -> str:
+def curve(values: Sequence[float | None], width: int) -> str:
     """Return the values as bars of a line of text, each the mean of as many neighbours as fit `width` columns."""
     known = [value for value in values if value is not None]
     if not known:
@@ -102,8 +104,8 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else -1
 
 
-def view(run: Run, now: float) -> Any:
-    """Return what the terminal shows: a panel of rich."""
+def view(run: Run, now: float, width: int) -> Any:
+    """Return what a terminal of so many columns shows: a panel of rich."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -111,7 +113,7 @@ def view(run: Run, now: float) -> Any:
     table = Table.grid(padding=(0, 2))
     losses = [record["loss"] for record in run.last_of_steps("train")]
     rows = facts(run, now)
-    rows["loss curve"] = curve(losses)
+    rows["loss curve"] = curve(losses, max(LEAST, width - BESIDE))
     # `Text`, since rich reads commands in a plain str.
     for label, text in rows.items():
         name = Text(label, style="dim")
@@ -143,18 +145,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.interval <= 0:
         raise ConfigError(f"--interval {args.interval} is not positive.")
-    # rich is optional.
-    try:
-        from rich.console import Console
-        from rich.live import Live
-    except ImportError:
-        raise ConfigError(
-            "watching needs rich, which is not installed: pip install 'megatron_ds[report]'"
-        ) from None
+    import_extra("watching", "rich", "report")
+    from rich.console import Console
+    from rich.live import Live
+
     run = read_run(args.run)
     console = Console()
     if args.once:
-        console.print(view(run, time.time()))
+        console.print(view(run, time.time(), console.width))
         return 0
     # The file is read again when it has grown.
     path = metrics_file(args.run)
@@ -162,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             now = time.time()
-            live.update(view(run, now), refresh=True)
+            live.update(view(run, now, console.width), refresh=True)
             time.sleep(args.interval)
             grown = _size(path)
             if grown != size:

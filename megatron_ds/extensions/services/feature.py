@@ -33,6 +33,7 @@ FEATURES = [
                 lambda config: bool(config.logging.tensorboard_dir),
                 make=own(".tensorboard:made"),
                 check=own(".folders:check_tensorboard"),
+                require=own(".folders:require_tensorboard"),
                 points=own(".tensorboard:points"),
             ),
             MetricSink(

@@ -1,9 +1,14 @@
-"""Checks of the folders of curves."""
+"""Checks of the folders of curves, and of the package that writes them."""
 
+from functools import partial
 from pathlib import Path
 
 from ...config import RunConfig
-from ...training.observe.sink import check_folder
+from ...training.observe.sink import check_folder, check_package
+
+require_tensorboard = partial(
+    check_package, "--tensorboard-dir", "tensorboard", "report"
+)
 
 
 def check_tensorboard(config: RunConfig) -> None:

@@ -8,6 +8,9 @@ the points at that x and beyond, which an earlier process wrote before it crashe
 tags of a folder, so a folder can have only one unit of x: if samples and steps shared one, each resume would
 drop every point against samples. TensorBoard shows the second folder as the run "samples".
 
+TensorBoard sorts its cards by tag, so that Megatron's "lm loss" comes after "batch-size" and others. The losses are
+therefore also in a group "Loss", whose capital letter is sorted first. Its page of texts has the settings of the run.
+
 `SummaryWriter` is not used, because its background thread reports disk errors late and prints a traceback of
 its own. One point per log line needs no thread.
 """
@@ -16,12 +19,15 @@ import io
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...config import RunConfig
+from ...console import one_line
 from ...progress.ramps import Progress
 from ...training.observe.records import EvalRecord, Record, TrainRecord
+from ...training.observe.run_facts import RunFact
 from ...training.observe.sink import AppendedFile
 
 TAGS = {
@@ -38,6 +44,16 @@ TAGS = {
     "params-norm": "params_norm",
     "tokens-per-second": "tokens_per_second",
     "mfu": "mfu",
+}
+# Kind of a record → the tag of its loss in the group that TensorBoard shows first.
+FIRST_TAGS = {
+    "train": "Loss/training",
+    "validation": "Loss/validation",
+}
+# Kind of a fact → the tables of it, by the field that has their rows.
+TABLES = {
+    "process": ("settings", "environment"),
+    "about": ("about",),
 }
 TOKEN_TAGS = {
     "seqlen/actual_seq_length": "actual_seq_length",
@@ -63,11 +79,33 @@ class TensorBoard:
         """Write the values of the record, or raise OSError."""
         # Losses and metrics are drawn against steps and against samples, other values against steps only.
         losses, others = scalars_of(record, self._timers)
-        self._steps.write(losses | others, record.step)
+        first = {}
+        if record.kind in FIRST_TAGS and isinstance(record, TrainRecord | EvalRecord):
+            first = {FIRST_TAGS[record.kind]: record.loss}
+        self._steps.write(first | losses | others, record.step)
         self._samples.write(
             {f"{tag} vs samples": value for tag, value in losses.items()},
             record.samples,
         )
+
+    def note(self, fact: RunFact) -> None:
+        """Write the settings of a process and what it trains as texts, or raise OSError."""
+        fields = fact.fields()
+        for name in TABLES.get(fact.kind, ()):
+            self._steps.write_text(name, table_of(fields[name]), fields["step"])
+
+
+def table_of(rows: Mapping[str, Any]) -> str:
+    """Return the rows, name → value or (value, source), as a table of Markdown."""
+    lines = []
+    for name, value in rows.items():
+        cells = [name, *value] if isinstance(value, tuple) else [name, str(value)]
+        # A bar or a line feed would end a cell.
+        shown = [one_line(cell).replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(shown)} |")
+    columns = max((line.count(" | ") for line in lines), default=0) + 1
+    head = f"|{'   |' * columns}"
+    return "\n".join([head, f"|{'---|' * columns}", *lines])
 
 
 def scalars_of(
@@ -133,13 +171,33 @@ class EventFile:
 
     def write(self, values: Mapping[str, float], x: int) -> None:
         """Write one event with a point for each tag completely, or raise OSError and write nothing."""
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto import summary_pb2
 
         scalars = [
             summary_pb2.Summary.Value(tag=tag, simple_value=value)
             for tag, value in values.items()
         ]
-        summary = summary_pb2.Summary(value=scalars)
+        self._append(scalars, x)
+
+    def write_text(self, tag: str, text: str, x: int) -> None:
+        """Write one event with a text of Markdown, or raise OSError."""
+        from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
+
+        # What `tensorboard.plugins.text` would make, whose import takes a second.
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        value = summary_pb2.Summary.Value(
+            tag=tag,
+            metadata=summary_pb2.SummaryMetadata(plugin_data=plugin),
+            tensor=tensor_pb2.TensorProto(
+                dtype=types_pb2.DT_STRING, string_val=[text.encode()]
+            ),
+        )
+        self._append([value], x)
+
+    def _append(self, values: Sequence[Any], x: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+
+        summary = summary_pb2.Summary(value=values)
         self._file.append(
             _framed(event_pb2.Event(wall_time=time.time(), step=x, summary=summary))
         )

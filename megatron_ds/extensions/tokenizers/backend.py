@@ -28,6 +28,7 @@ import numpy as np
 
 from ...data.tokenizers.base import Arrays, Tokenizer, flat
 from ...errors import ConfigError, DataError
+from ...host.packages import install_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryModel
@@ -216,8 +217,8 @@ def _gigatoken(describe: Describe, library: EncodeBatch) -> EncodeArrays:
         package = importlib.import_module("gigatoken")
     except ImportError as e:
         raise ConfigError(
-            f"--tokenizer-backend gigatoken needs the package gigatoken ({e}): pip install "
-            "gigatoken, or use native, which needs no package."
+            f"--tokenizer-backend gigatoken needs the package gigatoken ({e}). Install it with: "
+            f"{install_command('gigatoken')}. Or use native, which needs no package."
         ) from None
     try:
         tokenizer = package.Tokenizer.from_json(describe())

@@ -20,6 +20,7 @@ from ...data.tokenizers.base import (
     required_files,
 )
 from ...errors import DataError
+from ...host.packages import import_extra
 from ...host.regular_file import read_regular, read_text
 from .backend import LibraryTokenizer, library_panics
 from .special_tokens import LARGEST, end_of_document, read_json_text
@@ -84,8 +85,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`. No begin and end tokens are added; end of sentence ends a document."""
 
     def __init__(self, path: str):
-        import sentencepiece
-
+        sentencepiece = import_extra(f"--tokenizer-model {path}", "sentencepiece", "hf")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=path)
         except (RuntimeError, OSError) as e:

@@ -10,7 +10,6 @@ The numbers are those of the step's report, already on the host. Without a termi
 import logging
 import os
 import secrets
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from functools import cache
 from typing import Any, TextIO
 
 from ...config import RunConfig
+from ...console import columns
 from ...features import metric_sinks
 from ...progress.ramps import Progress
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
@@ -42,8 +42,9 @@ class _Above:
     def write(self, text: str) -> None:
         _tqdm().write(text, file=self._stream, end="")
 
-    def flush(self) -> None:
-        self._stream.flush()
+    def __getattr__(self, name: str) -> Any:
+        """Return what the real stream has, such as `isatty`."""
+        return getattr(self._stream, name)
 
 
 @cache
@@ -101,10 +102,9 @@ class Log:
             sink.write(record)
 
     def note(self, fact: RunFact) -> None:
-        """Write a record that only metrics.jsonl keeps."""
+        """Write a record of the run itself, which has no line and no curve, to the sinks that keep such records."""
         for sink in self.sinks:
-            if isinstance(sink.sink, MetricsFile):
-                sink.write(fact)
+            sink.note(fact)
 
     @contextmanager
     def evaluating(
@@ -168,14 +168,11 @@ class Log:
 
 
 def console_text(record: Record) -> str:
-    """Megatron's line; on a terminal that is too narrow for it, the short one."""
+    """Megatron's line; on a terminal that is too narrow for it, one that fits."""
     text = record.line()
+    width = columns(sys.stdout)
     widest = max(map(len, text.splitlines()))
-    return (
-        record.short()
-        if _is_terminal() and widest > shutil.get_terminal_size().columns
-        else text
-    )
+    return text if width is None or widest <= width else record.short(width)
 
 
 def _is_terminal() -> bool:

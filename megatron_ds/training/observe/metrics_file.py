@@ -4,7 +4,7 @@
 
     kind   "train", "validation", "test"; "tasks": benchmarks of --eval-tasks; "spike": a step whose update
            --skip-spikes dropped; "rerun": one that --rerun-bad-steps computed again; "process": the start of a
-           process, with its settings; "save": a complete checkpoint
+           process, with its settings; "about": what it trains; "save": a complete checkpoint
     run    id of the run, the same after each resume
     start  when the process that wrote the record started, in s since the epoch; distinguishes repeated steps
     time   when the record was written, in seconds since the epoch
@@ -54,6 +54,8 @@ class MetricsFile:
             for k, v in fields.items()
         }
         self._file.append(json.dumps(clean).encode() + b"\n")
+
+    note = write
 
 
 def metrics_path(config: RunConfig) -> Path | None:

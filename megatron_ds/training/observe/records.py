@@ -1,6 +1,11 @@
 """Records that a run logs: one for an interval of training steps, one for an evaluation.
 
-Observers write records of their own, such as one of a step whose update was dropped.
+Each record has `line()`, in Megatron-LM's format for log files, `short(width)`, for terminals, and `fields()`,
+plain values for sinks. Observers write records of their own, such as one of a step whose update was dropped.
+
+Note: what a narrow terminal shows. The words of a field are the same at every width, so that a line of a terminal is
+found again in a search of these pages; fields are left out instead, the least important first, until the line fits.
+The time that is left goes first, as the bar below the lines has it. Files and pipes have all fields.
 """
 
 import math
@@ -8,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 # "decoder.layers.3 max load": a metric of one layer (see batch/ledger.py).
 OF_LAYER = re.compile(r"[a-z]\S*\.\d+\S* (.+)")
@@ -31,8 +36,8 @@ class Record:
         """Return the line of a log file, in Megatron-LM's format."""
         raise NotImplementedError
 
-    def short(self) -> str:
-        """Return the line of a terminal of 100 columns; of rare records the same."""
+    def short(self, width: int) -> str:
+        """Return a line for a terminal of so many columns; of rare records the same, which the log breaks."""
         return self.line()
 
     def fields(self) -> dict[str, Any]:
@@ -139,25 +144,22 @@ class TrainRecord(Record):
         ]
         return " | ".join(fields) + " |"
 
-    def short(self) -> str:
-        """Return the most important fields; numbers of skipped and NaN steps only if they are not 0."""
-        return " | ".join(
-            (
-                f"step {self.step}/{self.steps}",
-                f"loss {self.loss:.4f}",
-                *(
-                    f"{name} {mean:.4f}"
-                    for name, mean in over_layers(self.metrics).items()
-                ),
-                f"grad norm {self.grad_norm:.3f}",
-                f"lr {self.learning_rate:.2e}",
-                rate(self.tokens_per_second),
-                *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"]),
-                *([f"{self.skipped_steps} skipped"] if self.skipped_steps else []),
-                *([f"{self.nan_steps} NaN"] if self.nan_steps else []),
-                f"ETA {timedelta(seconds=round(self.eta_seconds))}",
-            )
-        )
+    def short(self, width: int) -> str:
+        """Return the fields that fit the width; numbers of skipped and NaN steps only if they are not 0."""
+        left = clock(self.eta_seconds)
+        parts = [
+            Part(f"step {self.step}/{self.steps}"),
+            Part(f"loss {self.loss:.4f}"),
+            *_parts_over_layers(self.metrics),
+            Part(f"grad norm {self.grad_norm:.3f}", 1),
+            Part(f"lr {self.learning_rate:.2e}", 2),
+            Part(rate(self.tokens_per_second), 3),
+            *([] if self.mfu is None else [Part(f"{self.mfu:.1%} MFU", 5)]),
+            *([Part(f"{self.skipped_steps} skipped")] if self.skipped_steps else []),
+            *([Part(f"{self.nan_steps} NaN")] if self.nan_steps else []),
+            Part(f"ETA {left}", 6),
+        ]
+        return fitted(parts, width)
 
     def fields(self) -> dict[str, Any]:
         """Plain values by name, for sinks."""
@@ -204,20 +206,17 @@ class EvalRecord(Record):
         )
         return "\n".join(("-" * len(text), text, "-" * len(text)))
 
-    def short(self) -> str:
-        """One line for a narrow terminal."""
-        return " | ".join(
-            (
-                f"{self.split} at step {self.step}",
-                f"loss {self.loss:.4f}",
-                *(
-                    f"{name} {mean:.4f}"
-                    for name, mean in over_layers(self.metrics).items()
-                ),
-                *([f"perplexity {self.perplexity:.2f}"] if self.is_of_tokens else []),
-                f"{self.eval_seconds:.2f} s",
-            )
-        )
+    def short(self, width: int) -> str:
+        """Return the fields that fit the width."""
+        perplexity = self.perplexity
+        parts = [
+            Part(f"{self.split} at step {self.step}"),
+            Part(f"loss {self.loss:.4f}"),
+            *_parts_over_layers(self.metrics),
+            *([] if perplexity is None else [Part(f"perplexity {perplexity:.2f}", 1)]),
+            Part(f"{self.eval_seconds:.2f} s", 5),
+        ]
+        return fitted(parts, width)
 
     def fields(self) -> dict[str, Any]:
         """Plain values by name, for sinks."""
@@ -225,6 +224,37 @@ class EvalRecord(Record):
         if values.pop("is_of_tokens"):
             values["perplexity"] = self.perplexity
         return values
+
+
+class Part(NamedTuple):
+    """A field of a line for terminals. order: of those that are left out on a narrow one, the largest goes first; 0:
+    always shown"""
+
+    text: str
+    order: int = 0
+
+
+def fitted(parts: Sequence[Part], width: int) -> str:
+    """Return the parts in their order, without those that do not fit: of equal ones the last goes first."""
+    shown = list(parts)
+    while True:
+        line = " | ".join(part.text for part in shown)
+        least = max(range(len(shown)), key=lambda place: (shown[place].order, place))
+        if len(line) <= width or not shown[least].order:
+            return line
+        del shown[least]
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as bars show it: 04:37, 1:18:11."""
+    from tqdm import tqdm
+
+    return tqdm.format_interval(round(seconds))
+
+
+def _parts_over_layers(metrics: Mapping[str, float]) -> list[Part]:
+    values = over_layers(metrics)
+    return [Part(f"{name} {mean:.4f}", 4) for name, mean in values.items()]
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:

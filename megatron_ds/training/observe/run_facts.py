@@ -1,4 +1,4 @@
-"""Records that only metrics.jsonl keeps: what a process of the run was started with, and its saves."""
+"""Records of the run itself, for sinks that keep them: what a process of the run was started with, and its saves."""
 
 import platform
 import socket
@@ -15,7 +15,7 @@ from ...mpu.mesh import Mesh
 
 
 class RunFact:
-    """A record that only metrics.jsonl keeps. kind: its name there."""
+    """A record without a line in the log. kind: its name in metrics.jsonl"""
 
     kind: str
 

@@ -8,13 +8,13 @@ each later record, and counts the lost records.
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from ...errors import ConfigError
+from ...host.packages import import_extra
 from ...progress.ramps import Progress
 from .records import Record
 
@@ -39,6 +39,14 @@ class Continuing(Protocol):
 
     def begin(self, progress: Progress) -> None:
         """Take note of the progress with which this process starts, before the first record."""
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """A sink that keeps records of the run itself, a `run_facts.RunFact` each."""
+
+    def note(self, fact: Any) -> None:
+        """Write one completely, or raise OSError and write nothing."""
 
 
 class PointSink(Protocol):
@@ -104,8 +112,16 @@ class Tolerant:
 
     def write(self, *record: Any) -> None:
         """Write the record, or log the error."""
+        self._attempt(self.sink.write, *record)
+
+    def note(self, fact: Any) -> None:
+        """Write a record of the run itself, or log the error. Most sinks keep none."""
+        if isinstance(self.sink, Noting):
+            self._attempt(self.sink.note, fact)
+
+    def _attempt(self, write: Callable[..., None], *record: Any) -> None:
         try:
-            self.sink.write(*record)
+            write(*record)
         except OSError as error:
             self.lost += 1
             if not self._why:
@@ -157,13 +173,8 @@ def check_folder(flag: str, folder: Path) -> None:
 
 def check_package(flag: str, module: str, extra: str) -> None:
     """Raises ConfigError unless the module that the sink of a flag needs is installed."""
-    try:
-        import_module(module)
-    except ImportError:
-        raise ConfigError(
-            f"{flag} needs the package {module}, which is not installed in this Python: pip install "
-            f"'megatron_ds[{extra}]'. Or remove it: metrics also go to files, without a package."
-        ) from None
+    instead = f"Or omit {flag}: metrics also go to files, without a package."
+    import_extra(flag, module, extra, instead)
 
 
 def written(path: Path, text: str) -> bool:

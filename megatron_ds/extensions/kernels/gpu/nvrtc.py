@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ....errors import KernelError
+from ....host.packages import install_command
 from .kernel_sources import KernelSource
 
 LEAST_NVRTC = (12, 0)  # the first with sm_90 and C++17 by name expressions
@@ -220,7 +221,7 @@ def load_nvrtc() -> RuntimeCompiler:
             reasons.append(f"{library}: {error}")
     raise KernelError(
         f"NVRTC was not found ({'; '.join(reasons)}). CUDA builds of torch install it; "
-        "otherwise pip install nvidia-cuda-nvrtc"
+        f"otherwise: {install_command('nvidia-cuda-nvrtc')}"
     )
 
 
