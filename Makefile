@@ -111,12 +111,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
-	$(BIN)/python -m pip install --quiet --editable ".[report]"
+	$(BIN)/python -m pip install --quiet --editable ".[report,serve]"
 	touch $@
 
 # One installation, since each compiles the extensions anew.
 $(VENV)/.installed-chat: $(VENV)/bin/python pyproject.toml setup.py
-	$(BIN)/python -m pip install --quiet --editable ".[report,hf]"
+	$(BIN)/python -m pip install --quiet --editable ".[report,hf,serve]"
 	touch $@ $(VENV)/.installed
 
 # --no-compile: most modules of the installed packages are never imported.
