@@ -82,7 +82,7 @@ def test_the_extra_all_is_every_extra_but_those_for_development():
     (own,) = PROJECT["optional-dependencies"]["all"]
     named = set(OWN.match(own)[1].split(","))
     aliases = {"chat", "verify"}
-    assert named == extras - aliases - {"all", "test", "dev"}
+    assert named == extras - aliases - {"all", "test", "dev", "site"}
     assert all(packages_of(alias) == packages_of("hf") for alias in aliases)
 
 

@@ -190,6 +190,20 @@ def test_a_service_without_its_package_is_left_out_with_a_warning(monkeypatch, c
     assert '"wandb.project" needs the package wandb' in line and "pip install" in line
 
 
+def test_curves_go_to_the_other_files_without_tensorboards_package(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    blocks = {
+        name: {"enabled": True, "output_path": f"{tmp_path}/{name}", "job_name": "j"}
+        for name in ("tensorboard", "csv_monitor")
+    }
+    three_updates(one(CONFIG | blocks))
+    assert list(tmp_path.glob("csv_monitor/**/*.csv"))
+    assert not list(tmp_path.glob("tensorboard/**/events*"))
+    assert '"tensorboard.output_path" needs the package tensorboard' in caplog.text
+
+
 def test_a_service_that_cannot_begin_is_left_out_with_a_warning(monkeypatch, caplog):
     def failing(**_):
         raise OSError("no network")

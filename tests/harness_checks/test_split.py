@@ -34,7 +34,7 @@ def test_another_shard_is_refused(text):
 
 def collected(*flags: str) -> list[str]:
     """The cases of a room that pytest collects in a process of its own."""
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*words, "--collect-only", *flags, "tests/launch/test_hostfile.py", __file__],
         cwd=ROOT,
@@ -49,7 +49,7 @@ def collected(*flags: str) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.quick
 def test_pytest_runs_the_tests_of_its_shard_alone():
-    whole = collected("-v", "-v")
-    parts = [collected("-v", "-v", "--shard", f"{i}/2") for i in (1, 2)]
+    whole = collected()
+    parts = [collected("--shard", f"{i}/2") for i in (1, 2)]
     assert all(parts) and len(whole) > 15
     assert sorted(parts[0] + parts[1]) == sorted(whole)

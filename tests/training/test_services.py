@@ -191,6 +191,17 @@ def test_a_missing_package_is_an_error_that_names_its_extra(
         check_log(config_of(f"{flag} {value}"))
 
 
+def test_tensorboard_without_its_package_is_an_error_before_the_first_step(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(
+        ConfigError,
+        match=r'--tensorboard-dir needs the package tensorboard .*"megatron_ds\[report\]"',
+    ):
+        check_log(config_of(f"--tensorboard-dir {tmp_path}"))
+
+
 def test_files_with_the_options_in_their_former_section_are_read(tmp_path):
     """Configurations and checkpoints of before have them in the section of the log."""
     file = tmp_path / "run.yaml"

@@ -170,7 +170,7 @@ def read_rows(
     table = open_table(path, keys)
     stop = table.num_rows if stop is None else stop
     for rows in table.read(start, stop):
-        # Progress is told in bytes of the file, as for text.
+        # Progress counts bytes of the file, as for text.
         end = start + len(rows)
         position = size * end // max(1, table.num_rows)
         yield TextBlock(path, range(start, end), rows, position, unit="row")

@@ -65,7 +65,7 @@ EXTRAS = {
         "megatron_ds[hf]",
     ),
     "sentencepiece": ("tokenizers of sentencepiece", "megatron_ds[hf]"),
-    "starlette": ("answers over HTTP", "megatron_ds[serve]"),
+    "uvicorn": ("megatron-ds serve", "megatron_ds[serve]"),
     "lm_eval": ("tasks of lm-evaluation-harness", "megatron_ds[eval]"),
     "wandb": ("logs in Weights & Biases", "megatron_ds[wandb]"),
     "comet_ml": ("logs in Comet", "megatron_ds[comet]"),
