@@ -8,6 +8,7 @@
 #                   truth rest" all. Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another
 # make lint         ruff, which fixes what it can and formats, and mypy
 # make docs         regenerate docs/reference/flags.md
+# make site         build the documentation site, build/site/index.html, and check its links; one minute
 # make clean        remove the virtual environment, the build and the quickstart's files
 #
 # All other targets run in the virtual environment .venv. For your own commands activate it: source .venv/bin/activate
@@ -20,7 +21,7 @@ BIN    := $(VENV)/bin
 # Tests start many interpreters: what the first one compiles of the installed packages the others read.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: quickstart finetune test test-rest test-all gpu lint docs clean
+.PHONY: quickstart finetune test test-rest test-all gpu lint docs site clean
 
 quickstart: $(VENV)/.installed
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/gpt_tiny_cpu.sh
@@ -52,6 +53,9 @@ lint: $(VENV)/.installed-test
 docs: $(VENV)/.installed
 	$(BIN)/python tools/write_flags_doc.py
 
+site: $(VENV)/.installed-site
+	$(BIN)/python tools/build_site.py
+
 clean:
 	rm -rf $(VENV) build *.egg-info quickstart finetune
 
@@ -66,6 +70,10 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
 $(VENV)/.installed-chat: $(VENV)/bin/python pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --editable ".[report,chat]"
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-site: $(VENV)/bin/python pyproject.toml setup.py
+	$(BIN)/python -m pip install --quiet --editable ".[site]"
+	touch $@
 
 # --no-compile: most modules of the installed packages are never imported.
 $(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml setup.py
