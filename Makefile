@@ -7,7 +7,7 @@
 #                   tests, CALL=rest kernels, long sequences and checkers, each in nine minutes more; CALL="headline
 #                   truth rest" all. Runs with python3 as it is, without network: no .venv. PYTHON=... chooses another
 # make lint         ruff, which fixes what it can and formats, and mypy
-# make docs         regenerate docs/reference/flags.md
+# make docs         regenerate docs/reference/flags.md and the notebook of the tutorial
 # make site         build the documentation site, build/site/index.html, and check its links; one minute
 # make clean        remove the virtual environment, the build and the quickstart's files
 #
@@ -52,12 +52,13 @@ lint: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed
 	$(BIN)/python tools/write_flags_doc.py
+	$(BIN)/python tools/write_notebook.py
 
 site: $(VENV)/.installed-site
 	$(BIN)/python tools/build_site.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info quickstart finetune
+	rm -rf $(VENV) build *.egg-info quickstart finetune tutorial
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

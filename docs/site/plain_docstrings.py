@@ -11,8 +11,8 @@ from itertools import groupby
 ITEM = re.compile(r"[*-] |\d+\. ")
 ALIGNED = re.compile(r"\S {3,}\S")
 CODE = re.compile(r"`([^`]+)`(?=(\w?))")
-# A word that ends with _ would be a link.
-SPECIAL = re.compile(r"[\\*|`]|_(?!\w)")
+# The mark of an item, or a character that must not have its meaning: a word that ends with _ would be a link.
+SPECIAL = re.compile(r"^\* |[\\*|`]|_(?!\w)", re.MULTILINE)
 
 TEXT, LIST, LAYOUT = "text", "list", "layout"
 
@@ -36,17 +36,21 @@ def kinds(lines: list[str]) -> list[str]:
     return found[1:]
 
 
-def escaped(line: str) -> str:
-    """Return a line in which only code and the mark of an item have a meaning."""
-    item = ITEM.match(line)
-    start = item.end() if item else 0
-    parts, at = [line[:start]], start
-    for code in CODE.finditer(line, start):
-        parts += [SPECIAL.sub(r"\\\g<0>", line[at : code.start()]), f"``{code[1]}``"]
+def escaped(found: re.Match[str]) -> str:
+    """Return a character without its meaning; the mark of an item as it is."""
+    return found[0] if found[0] == "* " else f"\\{found[0]}"
+
+
+def marked(text: str) -> str:
+    """Return lines in which only code and the marks of items have a meaning."""
+    parts = []
+    at = 0
+    for code in CODE.finditer(text):
+        parts += [SPECIAL.sub(escaped, text[at : code.start()]), f"``{code[1]}``"]
         # A letter directly behind code, as in a plural, needs a mark between them.
         parts.append("\\ " if code[2] else "")
         at = code.end()
-    parts.append(SPECIAL.sub(r"\\\g<0>", line[at:]))
+    parts.append(SPECIAL.sub(escaped, text[at:]))
     return "".join(parts)
 
 
@@ -58,7 +62,7 @@ def restructured(lines: list[str]) -> list[str]:
         if kind == LAYOUT:
             result += ["", "::", "", *(f"    {line}" for line in block), ""]
         else:
-            result += ["", *map(escaped, block)]
+            result += ["", *marked("\n".join(block)).split("\n")]
     return result
 
 

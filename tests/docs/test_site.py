@@ -132,7 +132,8 @@ def test_what_the_pages_import_has_an_api_page():
         assert places & listed, f"{page}: {module}.{name}"
 
 
-PLAIN = """Say what it does, with `a * b` and *args_ of x_.
+PLAIN = """Say what it does, with `a * b` and *args_ of x_, and `code
+-> of two lines`.
 
     F s     activation
     B s     gradient
@@ -144,7 +145,8 @@ Axes:  tp  tensor        cp  context
 * `Work`s"""
 
 MARKED = r"""
-Say what it does, with ``a * b`` and \*args\_ of x\_.
+Say what it does, with ``a * b`` and \*args\_ of x\_, and ``code
+-> of two lines``.
 
 
 ::
