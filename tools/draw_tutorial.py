@@ -98,6 +98,8 @@ def served(model: Path) -> Iterator[str]:
 def ask(tab: Tab) -> None:
     """Ask the question in the page, and wait until the answer is no longer written."""
     tab.wait_until(f"{BOX} !== undefined")
+    # The likeliest answer: the same picture each time.
+    tab.run("document.querySelector('[name=temperature]').value = 0")
     tab.run(f"{BOX}.focus(), {BOX}.select()")
     tab.call("Input.insertText", text=QUESTION)
     # Enter sends the message of a chat. A page with a button has a form.
