@@ -18,8 +18,9 @@
 # make check-wheel  installs both where there is no compiler, and trains
 # make check-tag    compares TAG=v0.3.0 with the version of the package
 # make workflows    reads the workflows and forms in .github as GitHub does
+# make site         build the documentation site, build/site/index.html, and check its links; one minute
 #
-# make docs         regenerate docs/reference/flags.md
+# make docs         regenerate docs/reference/flags.md and the notebook of the tutorial
 # make clean        remove the virtual environment, the build and the quickstart's files
 #
 # All other targets run in the virtual environment .venv. For your own commands activate it: source .venv/bin/activate
@@ -35,7 +36,7 @@ BIN    := $(VENV)/bin
 # Tests start many interpreters: what the first one compiles of the installed packages the others read.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help quickstart finetune test test-rest test-all gpu lint docs clean
+.PHONY: help quickstart finetune test test-rest test-all gpu lint docs site clean
 .PHONY: style types links shard wheel check-wheel check-tag workflows
 
 help:
@@ -103,9 +104,13 @@ workflows: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(BIN)/python tools/write_flags_doc.py
+	$(BIN)/python tools/write_notebook.py
+
+site: $(VENV)/.installed-site
+	$(BIN)/python tools/build_site.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info quickstart finetune
+	rm -rf $(VENV) build dist *.egg-info quickstart finetune tutorial
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -118,6 +123,10 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
 $(VENV)/.installed-chat: $(VENV)/bin/python pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --editable ".[report,hf,serve]"
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-site: $(VENV)/bin/python pyproject.toml setup.py
+	$(BIN)/python -m pip install --quiet --editable ".[site]"
+	touch $@
 
 # --no-compile: most modules of the installed packages are never imported.
 $(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml setup.py

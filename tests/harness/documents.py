@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.harness.warm import warm_environment
+from tools.free_port import free_port
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
@@ -31,6 +32,18 @@ BLOCK = re.compile(
 MARKS = re.compile(r"needs GPUs|file: \S+|runs in: .+|printed( by: \S+)?")
 RUNNABLE = ("bash", "python")
 COLD = ("docs/scale/planning.md",)
+# What tests do in small, at a port of their own: patterns of a page, and what takes their place.
+SMALLER = {
+    "docs/start/tutorial.md": (
+        (r"\btrain_iters: \d+", "train_iters: 4"),
+        (r"\blr_warmup_iters: \d+", "lr_warmup_iters: 1"),
+        (r"\beval_iters: [1-9]\d*", "eval_iters: 1"),
+        # Documents that are measured, and conversations.
+        (r"(?<!retry )\b90\b", "5"),
+        (r"NR % 10 (.)= 0", r"NR < 40 && NR % 10 \1= 0"),
+        (r"\b5050\b", str(free_port())),
+    )
+}
 # Decimals with many digits: short ones are times or percentages, printed as the page has them.
 FRACTION = re.compile(r"\d+\.\d{4,}")
 ROUNDING = 5e-7
@@ -98,6 +111,13 @@ def link_sources(folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
 
 
+def in_small(page: str, text: str) -> str:
+    """Return a block of a page with the sizes and the port of tests."""
+    for pattern, small in SMALLER.get(page, ()):
+        text = re.sub(pattern, small, text)
+    return text
+
+
 def run_page(page: str, folder: Path, seconds: int = 200) -> str:
     """Run the page's blocks in `folder`; returns their output. Raises AssertionError with the output of a
     block that fails.
@@ -109,7 +129,8 @@ def run_page(page: str, folder: Path, seconds: int = 200) -> str:
     said = ""
     for block in blocks_of(page):
         if block.file:
-            (folder / block.file).write_text(block.text, encoding="utf-8")
+            text = in_small(page, block.text)
+            (folder / block.file).write_text(text, encoding="utf-8")
         elif block.runs:
             said += _run(block, folder, where, seconds)
         elif block.mark == "printed":
@@ -140,11 +161,9 @@ def are_same_line(expected: str, line: str) -> bool:
 
 
 def _run(block: Block, folder: Path, where: dict[str, str], seconds: int) -> str:
-    text = (
-        block.text
-        if block.language == "bash"
-        else f"exec python -c {shlex.quote(block.text)}"
-    )
+    text = in_small(block.page, block.text)
+    if block.language == "python":
+        text = f"exec python -c {shlex.quote(text)}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=folder,
