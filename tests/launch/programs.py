@@ -84,7 +84,15 @@ def fail_on_signal() -> None:
     time.sleep(3600)
 
 
+def flood() -> None:
+    """Print more than pipes hold."""
+    print(f"rank {RANK} waits", flush=True)
+    while True:
+        print("x" * 200)
+
+
 ACTIONS = {
+    "flood": flood,
     "print": print_all,
     "wait": lambda: wait(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
     "ignore": ignore,

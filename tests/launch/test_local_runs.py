@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -197,6 +198,25 @@ def test_progress_bars_pass_at_once(folder):
     assert "50 %" in started.text and "100 %" in started.text
 
 
+def test_a_reader_that_stalls_does_not_keep_ranks_from_their_end(folder):
+    """As `| less` does, which reads no more than it shows."""
+    words = [sys.executable, "-m", "megatron_ds", "launch", "--num_gpus", "2", PROGRAM]
+    variables = environment(PLAN=plan(others="flood"))
+    with (folder / "errors").open("wb") as errors:
+        launcher = subprocess.Popen(
+            words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=errors
+        )
+    ready = b""
+    while b"rank 0 waits" not in ready or b"rank 1 waits" not in ready:
+        ready += launcher.stdout.read(1000)
+    # All pipes are full by now, or soon.
+    for _ in range(2):
+        time.sleep(1)
+        launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=HUNG) == 137
+    launcher.stdout.close()
+
+
 def test_errors_of_all_ranks_are_printed_once(folder):
     """The ranks of this package wait until rank 0 has printed an error that they share."""
     words = ["--num_gpus", "2", "--module", "megatron_ds", "train", "--numlayers", "2"]
@@ -248,15 +268,15 @@ def test_dry_run_prints_the_commands_also_of_programs_that_are_not_here(
 
 SLOW_AGENT = """
 import sys, time
-from megatron_ds.extensions.launch import agent
+from megatron_ds.extensions.launch import agent, child
 
-read = agent.pieces
+read = child.pieces
 
 def slowly(stream):
     time.sleep(1)
     yield from read(stream)
 
-agent.pieces = slowly
+child.pieces = slowly
 sys.exit(agent.main(["--job", sys.argv[1], "--host", "localhost"]))
 """
 

@@ -42,9 +42,12 @@ from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram
 from .layout_check import LayoutCheck
 from .no_effect import is_file, sentences
+from .notes import note
 from .restarts import Attempts, Ended, Policy
 from .runners import Means, Started, check_program, runner_named, ssh_to
-from .supervise import Requests, note, pid_of_launcher, ranks_text, run_all
+from .signal_requests import Requests
+from .signals import FORWARDED
+from .supervise import pid_of_launcher, ranks_text, run_all
 from .variables import exported_variables
 
 DEEPSPEED_ENVIRONMENT: Provided[Callable[[dict[str, str]], dict[str, str]]] = Provided(
@@ -284,7 +287,7 @@ def attempts_of(
     """Return how the job is started, once or several times. job: of the first start"""
     runner = runner_named(name)
     requests = Requests()
-    requests.install()
+    requests.install(FORWARDED)
     run = secrets.token_hex(4)
 
     def start(slots: Slots, restarts: int) -> Ended:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ...errors import ConfigError
 from .job import Job
-from .signals import signal_text
+from .signals import OWN_NUMBER, signal_text
 
 AGENT = "megatron_ds.extensions.launch.agent"
 FANOUT = 1024  # connections of pdsh at a time
@@ -79,10 +79,8 @@ def local(job: Job, means: Means) -> list[Started]:
 
 def ssh(job: Job, means: Means) -> list[Started]:
     """Start one connection for each host."""
-    return [
-        ssh_to(host, remote_text(job, means, host), means.ssh_arguments)
-        for host in job.hosts
-    ]
+    text = lambda host: f"{remote_text(job, means, host)} {LISTENING}"
+    return [ssh_to(host, text(host), means.ssh_arguments) for host in job.hosts]
 
 
 def ssh_to(host: str, text: str, arguments: Sequence[str]) -> Started:
@@ -91,9 +89,9 @@ def ssh_to(host: str, text: str, arguments: Sequence[str]) -> Started:
 
 
 def pdsh(job: Job, means: Means) -> list[Started]:
-    """Start one pdsh, which replaces %n by the number of each host."""
-    # of the whole text only the last word holds a %: the others are base64 and paths
-    text = remote_text(job, means).replace("%", "%%") + " --host %n"
+    """Start one pdsh, which gives each host its number."""
+    # a % of paths is none of pdsh
+    text = f"{remote_text(job, means).replace('%', '%%')} --host {OWN_NUMBER}"
     return [_pdsh(job, means, text)]
 
 
@@ -128,17 +126,9 @@ def openmpi(job: Job, means: Means) -> list[Started]:
 
 
 # ------------------------------------------------------------------------------------------------ signalling
-def ssh_signals(job: Job, means: Means, number: int) -> list[Started]:
-    """Start one more connection for each host, which signals the agent there."""
-    return [
-        ssh_to(host, signal_text(job, node, number), means.ssh_arguments)
-        for node, host in enumerate(job.hosts)
-    ]
-
-
 def pdsh_signals(job: Job, means: Means, number: int) -> list[Started]:
     """Start one more pdsh, which signals all agents."""
-    return [_pdsh(job, means, signal_text(job, "%n", number))]
+    return [_pdsh(job, means, signal_text(job, number))]
 
 
 @dataclass(frozen=True)
@@ -147,8 +137,8 @@ class Runner:
 
     program    what must be installed, "" for nothing
     signals    the processes that signal the agents; None: the started processes do
-    has_input  they pass their input on to the agents, which read the numbers of signals from it: srun and mpirun
-               end everything by the signals that a training is to see
+    has_input  they pass their input on to the agents, which read the numbers of signals from it: ssh, srun and mpirun
+               end by the signals that a training is to see
     can_probe  ssh shows whether a host can be reached
     stays      the processes go on when the reader of their output is gone
     """
@@ -163,7 +153,7 @@ class Runner:
 
 RUNNERS = {
     "local": Runner(local),
-    "ssh": Runner(ssh, "ssh", ssh_signals, can_probe=True),
+    "ssh": Runner(ssh, "ssh", has_input=True, can_probe=True),
     "pdsh": Runner(pdsh, "pdsh", pdsh_signals, can_probe=True, stays=True),
     "slurm": Runner(slurm, "srun", has_input=True),
     "openmpi": Runner(openmpi, "mpirun", has_input=True),
