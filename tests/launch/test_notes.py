@@ -46,7 +46,11 @@ def on_terminal(text: str, kept: str) -> str:
     termios.tcsetwinsize(writer, (24, 80))
     with open(writer, "w") as stream, contextlib.redirect_stderr(stream):
         note(text, kept)
-        shown = os.read(reader, 1 << 16)
+    # The terminal has what was written until it is read.
+    shown = b""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(reader, 1 << 16):
+            shown += chunk
     os.close(reader)
     return shown.decode().replace("\r\n", "\n")
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ...cli import main_guard
@@ -56,7 +56,11 @@ class Node:
         self.host = host
         self.ranks: list[RankProcess] = []
         self._requests = Requests()
-        self._actions = {END: self._end, KILL: self._kill, STACKS: self._print_stacks}
+        self._actions: dict[int, Callable[[], None]] = {
+            END: self._end,
+            KILL: self._kill,
+            STACKS: self._print_stacks,
+        }
         self._end_time = math.inf  # when ranks were asked to end
         self._kill_time = math.inf  # when those that run are killed
         self._record_end = math.inf  # until which ranks that hang write their records
@@ -98,7 +102,7 @@ class Node:
 
     def _listen(self) -> None:
         """Take the signals whose numbers come by this process's input; END when the input ends."""
-        numbers = {str(int(number)): number for number in (*FORWARDED, *self._actions)}
+        numbers = {str(int(one)): one for one in (*FORWARDED, *self._actions)}
         for line in sys.stdin:
             if line.strip() in numbers:
                 self._requests.received.append(numbers[line.strip()])

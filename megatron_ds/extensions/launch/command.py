@@ -1,9 +1,9 @@
-"""The command line of `megatron-ds launch`: DeepSpeed's launcher flags with their meaning, and some more.
+"""The command line of `megatron-ds launch`: DeepSpeed's flags and some more.
 
-megatron-ds launch train.py --config run.yaml                      # all GPUs of this machine
-megatron-ds launch --hostfile hosts train.py --config run.yaml     # pdsh or ssh to every host
-megatron-ds launch --launcher slurm train.py ...                   # within salloc or sbatch
-megatron-ds launch --hostfile hosts --dry-run train.py ...         # print the commands
+megatron-ds launch train.py --config run.yaml       # all GPUs of this machine
+megatron-ds launch --hostfile hosts train.py ...    # pdsh or ssh to every host
+megatron-ds launch --launcher slurm train.py ...    # within salloc or sbatch
+megatron-ds launch --hostfile hosts --dry-run train.py ... # prints the commands
 """
 
 import argparse

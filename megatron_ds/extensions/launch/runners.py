@@ -23,7 +23,6 @@ from .signals import OWN_NUMBER, signal_text
 
 AGENT = "megatron_ds.extensions.launch.agent"
 FANOUT = 1024  # connections of pdsh at a time
-LISTENING = "--listen"
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 
 
@@ -37,6 +36,7 @@ class Means:
     ssh_arguments  words for ssh: the port, and the user's own
     activation     a script that a remote shell reads first (--venv_script)
     comment        of the Slurm job step
+    listens        agents read the numbers of signals from their input, and end with it
     """
 
     python: str
@@ -45,6 +45,7 @@ class Means:
     ssh_arguments: Sequence[str] = ()
     activation: str = ""
     comment: str = ""
+    listens: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Started:
 def agent_words(job: Job, means: Means, *host: str) -> list[str]:
     """Return the command line of an agent."""
     words = [means.python, "-u", "-m", AGENT, "--job", job.encoded()]
-    return [*words, *(["--host", *host] if host else [])]
+    if host:
+        words += ["--host", *host]
+    return [*words, *(["--listen"] if means.listens else [])]
 
 
 def remote_text(job: Job, means: Means, *host: str) -> str:
@@ -79,8 +82,10 @@ def local(job: Job, means: Means) -> list[Started]:
 
 def ssh(job: Job, means: Means) -> list[Started]:
     """Start one connection for each host."""
-    text = lambda host: f"{remote_text(job, means, host)} {LISTENING}"
-    return [ssh_to(host, text(host), means.ssh_arguments) for host in job.hosts]
+    return [
+        ssh_to(host, remote_text(job, means, host), means.ssh_arguments)
+        for host in job.hosts
+    ]
 
 
 def ssh_to(host: str, text: str, arguments: Sequence[str]) -> Started:
@@ -113,7 +118,7 @@ def slurm(job: Job, means: Means) -> list[Started]:
     words += ["--nodelist", ",".join(job.hosts)]
     if means.comment:
         words += ["--comment", means.comment]
-    return [Started([*words, *means.arguments, *agent_words(job, means), LISTENING])]
+    return [Started([*words, *means.arguments, *agent_words(job, means)])]
 
 
 def openmpi(job: Job, means: Means) -> list[Started]:
@@ -121,7 +126,7 @@ def openmpi(job: Job, means: Means) -> list[Started]:
     hosts = ",".join(f"{host}:1" for host in job.hosts)
     words = ["mpirun", "-n", str(len(job.slots)), "--host", hosts, "--map-by", "node"]
     words += ["--bind-to", "none", "--wdir", job.folder, "-x", "PYTHONPATH"]
-    words += ["--stdin", "all", *means.arguments, *agent_words(job, means), LISTENING]
+    words += ["--stdin", "all", *means.arguments, *agent_words(job, means)]
     return [Started(words, {"PYTHONPATH": job.variables.get("PYTHONPATH", "")})]
 
 
@@ -137,8 +142,8 @@ class Runner:
 
     program    what must be installed, "" for nothing
     signals    the processes that signal the agents; None: the started processes do
-    has_input  they pass their input on to the agents, which read the numbers of signals from it: ssh, srun and mpirun
-               end by the signals that a training is to see
+    has_input  they pass their input on to the agents, which listen: ssh, srun and mpirun end by the signals that a
+               training is to see
     can_probe  ssh shows whether a host can be reached
     stays      the processes go on when the reader of their output is gone
     """

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from .child import POLL_SECONDS, Child
@@ -53,7 +54,7 @@ class Processes:
                 stdin=subprocess.PIPE if runner.has_input else subprocess.DEVNULL,
                 preexec_fn=dying_with_parent(signal.SIGTERM) if runner.stays else None,
             )
-            for one in runner.start(job, means)
+            for one in runner.start(job, replace(means, listens=runner.has_input))
         ]
         for process in self._processes:
             process.read()
