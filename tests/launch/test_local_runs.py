@@ -114,6 +114,14 @@ def test_nothing_is_left_behind_by_a_process_that_is_killed(tmp_path, whom):
     assert started.end() in (-9, 137)
 
 
+def test_a_process_that_a_rank_has_left_ends_with_the_job(folder):
+    code, text = launch(
+        ["--num_gpus", "1", PROGRAM], folder, PLAN=plan(r0="leave a child")
+    )
+    assert code == 0 and printed(text)
+    assert all_end(folder, 600)  # it would go on for an hour
+
+
 def test_each_rank_has_a_log_that_a_second_run_continues(folder):
     words = ["--num_gpus", "2", "--enable_each_rank_log", "logs", PROGRAM]
     for runs in (1, 2):

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 from .child import POLL_SECONDS, Child
@@ -43,7 +44,7 @@ class Processes:
         self._means = means
         self._requests = requests
         self._kill_time = math.inf
-        self._killed: set[int] = set()  # positions of processes that were killed here
+        self._killed: set[Child] = set()  # of the processes, by this one
         # The processes; those that signal others come later.
         self._signallers: list[Child] = []
         self._processes = [
@@ -71,7 +72,8 @@ class Processes:
                 else:
                     self._look_for_hang()
             elif time.monotonic() > self._kill_time:
-                self._killed.update(i for i, code in enumerate(codes) if code is None)
+                running = [p for p in self._processes if p.ended is None]
+                self._killed.update(running)
                 self._send_here(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         for process in self._processes:
@@ -83,22 +85,17 @@ class Processes:
     @property
     def code(self) -> int:
         """Return the exit code of the first process that failed by itself, else of one that was killed here."""
-        positions = range(len(self._processes))
-        by_cause = sorted(positions, key=lambda i: i in self._killed)
-        codes = [self._processes[i].poll() for i in by_cause]
-        code = next(filter(None, codes), 0)
+        by_cause = sorted(self._processes, key=self._killed.__contains__)
+        code = next(filter(None, (process.poll() for process in by_cause)), 0)
         return code if code >= 0 else 128 - code
 
     def lost(self) -> list[str]:
         """Return the hosts that were lost. All processes have ended."""
-        ended = set(range(len(self._processes))) - self._killed
-        hosts = self._hosts
+        ended = [process not in self._killed for process in self._processes]
         # One process may be the connection to all hosts.
-        if len(self._processes) > 1:
-            hosts = [hosts[i] for i in sorted(ended)]
-        elif not ended:
-            hosts = []
-        return self.stalls.lost(hosts)
+        if len(ended) == 1:
+            ended *= len(self._hosts)
+        return self.stalls.lost([*compress(self._hosts, ended)])
 
     def end(self) -> None:
         """Ask all to end. An agent gives its ranks the grace period, so this waits longer than that."""
