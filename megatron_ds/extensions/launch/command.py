@@ -42,7 +42,7 @@ from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram
 from .layout_check import LayoutCheck
 from .no_effect import is_file, sentences
-from .notes import note
+from .notes import fitted, note
 from .restarts import Attempts, Ended, Policy
 from .runners import Means, Started, check_program, runner_named, ssh_to
 from .signal_requests import Requests
@@ -212,7 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
         program = program_of(*_untuned(words))
         if args.dry_run:
-            print(*plan_lines(program, args.autotuning), sep="\n")
+            lines = "\n".join(plan_lines(program, args.autotuning))
+            print(fitted(lines, sys.stdout))
             return 0
         return autotune(program, args.autotuning)
     # The job.
