@@ -29,7 +29,7 @@ def fitted(text: str, stream: TextIO, kept: str = "") -> str:
 
 
 def _width(stream: TextIO) -> int:
-    """Return the columns of a terminal; 0 for a file or a pipe, and a terminal that does not tell."""
+    """Return the columns of a terminal; 0 for a file, a pipe, or a terminal without a size."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
