@@ -6,6 +6,7 @@ PLAN is JSON: rank → action; "print" is that of the others.
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -84,7 +85,22 @@ def fail_on_signal() -> None:
     time.sleep(3600)
 
 
+def flood() -> None:
+    """Print more than pipes hold."""
+    print(f"rank {RANK} waits", flush=True)
+    while True:
+        print("x" * 200)
+
+
+def leave_a_child() -> None:
+    """End before a process that this rank has started."""
+    subprocess.Popen(["sleep", "3600"])
+    print_all()
+
+
 ACTIONS = {
+    "flood": flood,
+    "leave a child": leave_a_child,
     "print": print_all,
     "wait": lambda: wait(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
     "ignore": ignore,

@@ -10,11 +10,12 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.launch import command
-from megatron_ds.extensions.launch.agent import _cores, host_of
+from megatron_ds.extensions.launch.agent import host_of
 from megatron_ds.extensions.launch.cores import physical_cores, share
 from megatron_ds.extensions.launch.flag_values import core_list
 from megatron_ds.extensions.launch.job import Job, RankProgram
 from megatron_ds.extensions.launch.no_effect import sentences
+from megatron_ds.extensions.launch.rank_process import cores_of
 from megatron_ds.extensions.launch.variables import exported_variables
 
 pytestmark = pytest.mark.plan
@@ -172,7 +173,7 @@ def test_cores_that_a_host_does_not_have_are_refused():
     job = replace(JOB, bound_cores=[999_998, 999_999])
     host = job.hosts[0]
     with pytest.raises(ConfigError, match="on cores 99999[89].* of n1, which has"):
-        _cores(job, host, next(iter(job.ranks(host))))
+        cores_of(job, host, next(iter(job.ranks(host))))
 
 
 # ------------------------------------------------------------------------------------------ command lines

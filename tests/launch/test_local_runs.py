@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -113,6 +114,14 @@ def test_nothing_is_left_behind_by_a_process_that_is_killed(tmp_path, whom):
     assert started.end() in (-9, 137)
 
 
+def test_a_process_that_a_rank_has_left_ends_with_the_job(folder):
+    code, text = launch(
+        ["--num_gpus", "1", PROGRAM], folder, PLAN=plan(r0="leave a child")
+    )
+    assert code == 0 and printed(text)
+    assert all_end(folder, 600)  # it would go on for an hour
+
+
 def test_each_rank_has_a_log_that_a_second_run_continues(folder):
     words = ["--num_gpus", "2", "--enable_each_rank_log", "logs", PROGRAM]
     for runs in (1, 2):
@@ -197,6 +206,25 @@ def test_progress_bars_pass_at_once(folder):
     assert "50 %" in started.text and "100 %" in started.text
 
 
+def test_a_reader_that_stalls_does_not_keep_ranks_from_their_end(folder):
+    """As `| less` does, which reads no more than it shows."""
+    words = [sys.executable, "-m", "megatron_ds", "launch", "--num_gpus", "2", PROGRAM]
+    variables = environment(PLAN=plan(others="flood"))
+    with (folder / "errors").open("wb") as errors:
+        launcher = subprocess.Popen(
+            words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=errors
+        )
+    ready = b""
+    while b"rank 0 waits" not in ready or b"rank 1 waits" not in ready:
+        ready += launcher.stdout.read(1000)
+    # All pipes are full by now, or soon.
+    for _ in range(2):
+        time.sleep(1)
+        launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=HUNG) == 137
+    launcher.stdout.close()
+
+
 def test_errors_of_all_ranks_are_printed_once(folder):
     """The ranks of this package wait until rank 0 has printed an error that they share."""
     words = ["--num_gpus", "2", "--module", "megatron_ds", "train", "--numlayers", "2"]
@@ -237,6 +265,7 @@ def test_dry_run_prints_the_commands_also_of_programs_that_are_not_here(
     assert comment.endswith("-u 'a script.py' --local_rank=0 '$HOME' 'two\\nlines'")
     for line, command in zip(lines, commands):
         assert re.fullmatch(command, line) and sys.executable in line
+        assert "--listen" not in line  # a shell may have no input
     if launcher == "ssh":
         return
     # Without --dry-run its program is asked for.
@@ -248,15 +277,15 @@ def test_dry_run_prints_the_commands_also_of_programs_that_are_not_here(
 
 SLOW_AGENT = """
 import sys, time
-from megatron_ds.extensions.launch import agent
+from megatron_ds.extensions.launch import agent, child
 
-read = agent.pieces
+read = child.pieces
 
 def slowly(stream):
     time.sleep(1)
     yield from read(stream)
 
-agent.pieces = slowly
+child.pieces = slowly
 sys.exit(agent.main(["--job", sys.argv[1], "--host", "localhost"]))
 """
 

@@ -17,8 +17,9 @@ from megatron_ds.extensions.launch.runners import (
     Started,
     agent_words,
 )
+from megatron_ds.extensions.launch.signal_requests import Requests
 from megatron_ds.extensions.launch.stalls import HANG_CODE
-from megatron_ds.extensions.launch.supervise import Requests, run_all
+from megatron_ds.extensions.launch.supervise import run_all
 from tests.launch.starts import ROOT, all_end
 from tests.launch.stuck_device import RECORD
 

@@ -11,19 +11,15 @@ from megatron_ds.extensions.launch import supervise
 from megatron_ds.extensions.launch.failures import Failure
 from megatron_ds.extensions.launch.rank_places import NodeReport
 from megatron_ds.extensions.launch.runners import Means, Runner, Started
+from megatron_ds.extensions.launch.signal_requests import Requests
+from megatron_ds.extensions.launch.signals import FORWARDED
 from megatron_ds.extensions.launch.stalls import Stalls
-from megatron_ds.extensions.launch.supervise import Requests, _of_ranks, run_all
+from megatron_ds.extensions.launch.supervise import _of_ranks, run_all
 from tests.launch.test_job import JOB
 
 pytestmark = pytest.mark.plan
 
 FAILURE = Failure(1, 0, "n1", 1, 5.0, "a mistake")
-
-
-class Sent(list):
-    """The signals that processes are asked to get."""
-
-    request = list.append
 
 
 @pytest.mark.parametrize("report", [NodeReport("n1", is_last=True), FAILURE])
@@ -36,19 +32,22 @@ def test_what_a_rank_wrote_before_a_report_is_passed_on(report, written, label):
     assert _of_ranks(b"n1: a line\n", None) == b"n1: a line\n"
 
 
-def test_signals_that_come_before_a_start_are_passed_on_once():
+def test_signals_that_come_before_a_start_are_passed_on_once(monkeypatch):
     """Signals come without processes while hosts are asked before a restart."""
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     requests = Requests()
-    first, second = Sent(), Sent()
-    requests.go_to(first)
-    requests._handle(signal.SIGUSR1, None)
-    requests.go_to(None)
-    requests._handle(signal.SIGINT, None)
-    requests.go_to(second)
-    requests._handle(signal.SIGTERM, None)
-    assert first == [signal.SIGUSR1]
-    assert second == [signal.SIGINT, signal.SIGTERM]
-    assert not requests.pause(0)
+    requests.install(FORWARDED)
+    receive = lambda number: handlers[number](number, None)
+    receive(signal.SIGUSR1)
+    assert requests.new() == [signal.SIGUSR1]
+    receive(signal.SIGINT)
+    assert not requests.are_urgent
+    receive(signal.SIGTERM)
+    assert requests.new() == [signal.SIGINT, signal.SIGTERM]
+    assert not requests.new() and not requests.pause(0)
+    receive(signal.SIGINT)
+    assert requests.are_urgent
 
 
 # ------------------------------------------------------------------ which host is lost

@@ -1,9 +1,9 @@
-"""The command line of `megatron-ds launch`: DeepSpeed's launcher flags with their meaning, and some more.
+"""The command line of `megatron-ds launch`: DeepSpeed's flags and some more.
 
-megatron-ds launch train.py --config run.yaml                      # all GPUs of this machine
-megatron-ds launch --hostfile hosts train.py --config run.yaml     # pdsh or ssh to every host
-megatron-ds launch --launcher slurm train.py ...                   # within salloc or sbatch
-megatron-ds launch --hostfile hosts --dry-run train.py ...         # print the commands
+megatron-ds launch train.py --config run.yaml       # all GPUs of this machine
+megatron-ds launch --hostfile hosts train.py ...    # pdsh or ssh to every host
+megatron-ds launch --launcher slurm train.py ...    # within salloc or sbatch
+megatron-ds launch --hostfile hosts --dry-run train.py ... # prints the commands
 """
 
 import argparse
@@ -42,9 +42,12 @@ from .hostfile import Slots, chosen_slots, limited, read_hostfile
 from .job import Job, RankProgram
 from .layout_check import LayoutCheck
 from .no_effect import is_file, sentences
+from .notes import fitted, note
 from .restarts import Attempts, Ended, Policy
 from .runners import Means, Started, check_program, runner_named, ssh_to
-from .supervise import Requests, note, pid_of_launcher, ranks_text, run_all
+from .signal_requests import Requests
+from .signals import FORWARDED
+from .supervise import pid_of_launcher, ranks_text, run_all
 from .variables import exported_variables
 
 DEEPSPEED_ENVIRONMENT: Provided[Callable[[dict[str, str]], dict[str, str]]] = Provided(
@@ -209,7 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
         program = program_of(*_untuned(words))
         if args.dry_run:
-            print(*plan_lines(program, args.autotuning), sep="\n")
+            lines = "\n".join(plan_lines(program, args.autotuning))
+            print(fitted(lines, sys.stdout))
             return 0
         return autotune(program, args.autotuning)
     # The job.
@@ -284,7 +288,7 @@ def attempts_of(
     """Return how the job is started, once or several times. job: of the first start"""
     runner = runner_named(name)
     requests = Requests()
-    requests.install()
+    requests.install(FORWARDED)
     run = secrets.token_hex(4)
 
     def start(slots: Slots, restarts: int) -> Ended:

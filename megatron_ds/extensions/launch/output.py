@@ -1,6 +1,8 @@
-"""The output of a process, in pieces that can be passed on at once."""
+"""The output of a process, in pieces that are passed on at once."""
 
+import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import IO
 
@@ -20,3 +22,10 @@ def pieces(stream: IO[bytes]) -> Iterator[bytes]:
         rest = rest[cut:]
     if rest:
         yield rest
+
+
+def write_out(data: bytes) -> None:
+    """Write to the output of this process at once. Its reader may be gone, or its disk full."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()

@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 
 from ...errors import ConfigError
 from .job import Job
-from .signals import signal_text
+from .signals import OWN_NUMBER, signal_text
 
 AGENT = "megatron_ds.extensions.launch.agent"
 FANOUT = 1024  # connections of pdsh at a time
-LISTENING = "--listen"
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 
 
@@ -37,6 +36,7 @@ class Means:
     ssh_arguments  words for ssh: the port, and the user's own
     activation     a script that a remote shell reads first (--venv_script)
     comment        of the Slurm job step
+    listens        agents read the numbers of signals from their input, and end with it
     """
 
     python: str
@@ -45,6 +45,7 @@ class Means:
     ssh_arguments: Sequence[str] = ()
     activation: str = ""
     comment: str = ""
+    listens: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Started:
 def agent_words(job: Job, means: Means, *host: str) -> list[str]:
     """Return the command line of an agent."""
     words = [means.python, "-u", "-m", AGENT, "--job", job.encoded()]
-    return [*words, *(["--host", *host] if host else [])]
+    if host:
+        words += ["--host", *host]
+    return [*words, *(["--listen"] if means.listens else [])]
 
 
 def remote_text(job: Job, means: Means, *host: str) -> str:
@@ -91,9 +94,9 @@ def ssh_to(host: str, text: str, arguments: Sequence[str]) -> Started:
 
 
 def pdsh(job: Job, means: Means) -> list[Started]:
-    """Start one pdsh, which replaces %n by the number of each host."""
-    # of the whole text only the last word holds a %: the others are base64 and paths
-    text = remote_text(job, means).replace("%", "%%") + " --host %n"
+    """Start one pdsh, which gives each host its number."""
+    # a % of paths is none of pdsh
+    text = f"{remote_text(job, means).replace('%', '%%')} --host {OWN_NUMBER}"
     return [_pdsh(job, means, text)]
 
 
@@ -115,7 +118,7 @@ def slurm(job: Job, means: Means) -> list[Started]:
     words += ["--nodelist", ",".join(job.hosts)]
     if means.comment:
         words += ["--comment", means.comment]
-    return [Started([*words, *means.arguments, *agent_words(job, means), LISTENING])]
+    return [Started([*words, *means.arguments, *agent_words(job, means)])]
 
 
 def openmpi(job: Job, means: Means) -> list[Started]:
@@ -123,22 +126,14 @@ def openmpi(job: Job, means: Means) -> list[Started]:
     hosts = ",".join(f"{host}:1" for host in job.hosts)
     words = ["mpirun", "-n", str(len(job.slots)), "--host", hosts, "--map-by", "node"]
     words += ["--bind-to", "none", "--wdir", job.folder, "-x", "PYTHONPATH"]
-    words += ["--stdin", "all", *means.arguments, *agent_words(job, means), LISTENING]
+    words += ["--stdin", "all", *means.arguments, *agent_words(job, means)]
     return [Started(words, {"PYTHONPATH": job.variables.get("PYTHONPATH", "")})]
 
 
 # ------------------------------------------------------------------------------------------------ signalling
-def ssh_signals(job: Job, means: Means, number: int) -> list[Started]:
-    """Start one more connection for each host, which signals the agent there."""
-    return [
-        ssh_to(host, signal_text(job, node, number), means.ssh_arguments)
-        for node, host in enumerate(job.hosts)
-    ]
-
-
 def pdsh_signals(job: Job, means: Means, number: int) -> list[Started]:
     """Start one more pdsh, which signals all agents."""
-    return [_pdsh(job, means, signal_text(job, "%n", number))]
+    return [_pdsh(job, means, signal_text(job, number))]
 
 
 @dataclass(frozen=True)
@@ -147,8 +142,8 @@ class Runner:
 
     program    what must be installed, "" for nothing
     signals    the processes that signal the agents; None: the started processes do
-    has_input  they pass their input on to the agents, which read the numbers of signals from it: srun and mpirun
-               end everything by the signals that a training is to see
+    has_input  they pass their input on to the agents, which listen: ssh, srun and mpirun end by the signals that a
+               training is to see
     can_probe  ssh shows whether a host can be reached
     stays      the processes go on when the reader of their output is gone
     """
@@ -163,7 +158,7 @@ class Runner:
 
 RUNNERS = {
     "local": Runner(local),
-    "ssh": Runner(ssh, "ssh", ssh_signals, can_probe=True),
+    "ssh": Runner(ssh, "ssh", has_input=True, can_probe=True),
     "pdsh": Runner(pdsh, "pdsh", pdsh_signals, can_probe=True, stays=True),
     "slurm": Runner(slurm, "srun", has_input=True),
     "openmpi": Runner(openmpi, "mpirun", has_input=True),

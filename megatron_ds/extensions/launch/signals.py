@@ -1,7 +1,7 @@
 """Signals on the way from the launcher to the ranks of another host.
 
-ssh, srun and mpirun end by most signals instead of passing them on. srun and mpirun pass their input on, by which
-agents get the numbers of signals. With ssh each agent writes its process id into a file whose name the launcher
+ssh, srun and mpirun end by most signals instead of passing them on, but they pass their input on, by which agents get
+the numbers of signals. pdsh does not. There each agent writes its process id into a file whose name the launcher
 knows, and the launcher sends a signal by a second connection that reads the file.
 """
 
@@ -31,12 +31,14 @@ RECORD_SECONDS = 6.0
 LAST_SECONDS = 1.0
 """From SIGTERM to SIGKILL of ranks that hang."""
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
+OWN_NUMBER = "%n"
+"""pdsh replaces it by the number of the host."""
 START_SECONDS = 10
 """Within which an agent starts on its host."""
 
 
 def pid_name(job: Job, node: int | str) -> str:
-    """Return the name of the file of a node's agent, in the folder for temporary files. node: its number, or %n"""
+    """Return the name of the file of a node's agent, in the folder for temporary files. node: its number"""
     return f"megatron-ds-{job.name}-{node}.pid"
 
 
@@ -60,13 +62,13 @@ def dying_with_parent(number: int) -> Callable[[], object] | None:
     return lambda: prctl(PR_SET_PDEATHSIG, number)
 
 
-def signal_text(job: Job, node: int | str, number: int) -> str:
-    """Return the command for another host's shell that signals the agent there; without an agent it does nothing.
+def signal_text(job: Job, number: int) -> str:
+    """Return what a shell of pdsh runs to signal the agent of its host; without an agent it does nothing.
 
     For a signal of the user it waits for an agent that is about to start.
     """
     name = signal.Signals(number).name.removeprefix("SIG")
-    path = f'"${{TMPDIR:-/tmp}}/{pid_name(job, node)}"'
+    path = f'"${{TMPDIR:-/tmp}}/{pid_name(job, OWN_NUMBER)}"'
     seconds = " ".join(map(str, range(START_SECONDS if number in FORWARDED else 0)))
     wait = f"for i in {seconds}; do test -f {path} || sleep 1; done"
     return f"sh -c {shlex.quote(f'{wait}; test ! -f {path} || kill -s {name} $(cat {path})')}"

@@ -1,35 +1,29 @@
 """Run the processes of a launcher: pass their output on, end all when one fails, print the first failure last."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
+from .child import POLL_SECONDS, Child
 from .failures import Failure, failure_in, first_failure
 from .job import Job
-from .output import pieces
+from .notes import note
+from .output import write_out
 from .rank_places import NodeReport, report_in
 from .restarts import Ended
-from .runners import Means, Runner, Started
-from .signals import (
-    END,
-    FORWARDED,
-    KILL,
-    LAST_SECONDS,
-    RECORD_SECONDS,
-    STACKS,
-    dying_with_parent,
-)
+from .runners import Means, Runner
+from .signal_requests import Requests
+from .signals import END, KILL, LAST_SECONDS, RECORD_SECONDS, STACKS, dying_with_parent
 from .stalls import HANG_CODE, Hang, Stalls
 
-POLL_SECONDS = 0.1
 STACK_SECONDS = 1.0  # in which ranks print their stacks
 CONNECTION_SECONDS = 10.0  # more than the ranks have, for what is between
 MARKS = b"::megatron-ds "  # before the reports of agents
@@ -38,90 +32,79 @@ MARKS = b"::megatron-ds "  # before the reports of agents
 class Processes:
     """The processes that the launcher has started, and the failures that their output reports."""
 
-    def __init__(self, job: Job, runner: Runner, means: Means):
+    def __init__(self, job: Job, runner: Runner, means: Means, requests: Requests):
         self.failures: list[Failure] = []
         self.hang: Hang | None = None
         self._named: float | None = None  # when a rank that does not move was named
-        seen = [means.host] if means.host else job.hosts
-        self._hosts = seen
-        self.stalls = Stalls(seen, sees_all=len(seen) == len(job.hosts))
-        self.commands = runner.start(job, means)
+        self._hosts = [means.host] if means.host else job.hosts
+        sees_all = len(self._hosts) == len(job.hosts)
+        self.stalls = Stalls(self._hosts, sees_all)
         self._job = job
         self._runner = runner
         self._means = means
-        self._pending: deque[int] = deque()
-        self._received: list[int] = []
-        self._kill_time: float | None = None
-        self._killed: set[int] = set()  # positions of processes that were killed here
-        self._lock = threading.Lock()
-        # The processes, with a thread for the output of each.
-        source = subprocess.PIPE if runner.has_input else subprocess.DEVNULL
-        first = dying_with_parent(signal.SIGTERM) if runner.stays else None
+        self._requests = requests
+        self._kill_time = math.inf
+        self._killed: set[Child] = set()  # of the processes, by this one
+        # The processes; those that signal others come later.
+        self._signallers: list[Child] = []
         self._processes = [
-            _started(one, source, subprocess.PIPE, first) for one in self.commands
+            Child(
+                one.words,
+                one.variables,
+                self._pass_on,
+                stdin=subprocess.PIPE if runner.has_input else subprocess.DEVNULL,
+                preexec_fn=dying_with_parent(signal.SIGTERM) if runner.stays else None,
+            )
+            for one in runner.start(job, replace(means, listens=runner.has_input))
         ]
-        self._signallers: list[subprocess.Popen] = []
-        self._readers = [
-            threading.Thread(target=self._read, args=(process,), daemon=True)
-            for process in self._processes
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def request(self, number: int) -> None:
-        """Have the signal sent soon. This is what a signal handler may call."""
-        self._pending.append(number)
+        for process in self._processes:
+            process.read()
 
     def wait(self) -> None:
         """Wait for all; when one fails, the others are asked to end."""
-        while True:
-            while self._pending:
-                self._forward(self._pending.popleft())
-            codes = [process.poll() for process in self._processes]
+        while None in (codes := [process.poll() for process in self._processes]):
+            for number in self._requests.new():
+                self._forward(number)
             # The first failure ends the job at once: other ranks would wait for the one that is gone.
-            if (self.failures or any(codes)) and self._kill_time is None:
-                self.end()
-            if all(code is not None for code in codes):
-                break
-            if self._kill_time is None:
-                self._look_for_hang()
-            if self._kill_time is not None and time.monotonic() > self._kill_time:
-                running = [i for i, code in enumerate(codes) if code is None]
+            if self._kill_time == math.inf:
+                if self.failures or any(codes):
+                    self.end()
+                else:
+                    self._look_for_hang()
+            elif time.monotonic() > self._kill_time:
+                running = [p for p in self._processes if p.ended is None]
                 self._killed.update(running)
                 self._send_here(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
-        for reader in self._readers:
-            reader.join(timeout=5)
+        for process in self._processes:
+            process.read_to_end()
         for signaller in self._signallers:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                signaller.wait(timeout=5)
+                signaller.process.wait(timeout=5)
 
     @property
     def code(self) -> int:
         """Return the exit code of the first process that failed by itself, else of one that was killed here."""
-        positions = range(len(self._processes))
-        by_cause = sorted(positions, key=lambda i: i in self._killed)
-        codes = [self._processes[i].returncode for i in by_cause]
-        code = next(filter(None, codes), 0)
+        by_cause = sorted(self._processes, key=self._killed.__contains__)
+        code = next(filter(None, (process.poll() for process in by_cause)), 0)
         return code if code >= 0 else 128 - code
 
     def lost(self) -> list[str]:
         """Return the hosts that were lost. All processes have ended."""
-        ended = set(range(len(self._processes))) - self._killed
-        hosts = self._hosts
+        ended = [process not in self._killed for process in self._processes]
         # One process may be the connection to all hosts.
-        if len(self._processes) > 1:
-            hosts = [hosts[i] for i in sorted(ended)]
-        elif not ended:
-            hosts = []
-        return self.stalls.lost(hosts)
+        if len(ended) == 1:
+            ended *= len(self._hosts)
+        return self.stalls.lost([*compress(self._hosts, ended)])
 
     def end(self) -> None:
         """Ask all to end. An agent gives its ranks the grace period, so this waits longer than that."""
         self._send(END)
-        self._kill_time = (
-            time.monotonic() + self._job.grace_seconds + CONNECTION_SECONDS
-        )
+        self._kill_after(self._job.grace_seconds)
+
+    def _kill_after(self, seconds: float) -> None:
+        """Kill the processes that run after some seconds, and CONNECTION_SECONDS."""
+        self._kill_time = time.monotonic() + seconds + CONNECTION_SECONDS
 
     def _look_for_hang(self) -> None:
         """Name a rank that does not move, and end the job if it still does not after `end_seconds`."""
@@ -130,70 +113,59 @@ class Processes:
             if self._named is not None:
                 note("the ranks move again")
             self._named = None
-        elif self._named is None:
+            return
+        if self._named is None:
             self._named = time.monotonic()
             self._name(hang)
-        if hang is None or self._named is None:
-            return
-        if time.monotonic() - self._named >= self._job.end_seconds:
-            self._end_hanging(hang)
+        # Ranks print their stacks before they end.
+        seconds = max(self._job.end_seconds, STACK_SECONDS)
+        if time.monotonic() - self._named >= seconds:
+            self.hang = hang
+            self._send(KILL)
+            self._kill_after(RECORD_SECONDS + LAST_SECONDS)
 
     def _name(self, hang: Hang) -> None:
         """Print which rank does not move, the places of all, and the stacks of all."""
         ends = f"The job ends if it does not move for {self._job.end_seconds:g} s more"
         note(f"{hang.table}\n{hang.text} {ends}. The stacks of all ranks follow.")
         self._send(STACKS)
-        time.sleep(STACK_SECONDS)
-
-    def _end_hanging(self, hang: Hang) -> None:
-        self.hang = hang
-        self._send(KILL)
-        seconds = RECORD_SECONDS + LAST_SECONDS + CONNECTION_SECONDS
-        self._kill_time = time.monotonic() + seconds
 
     def _forward(self, number: int) -> None:
         """Pass a signal on. A second Ctrl-C shortens the time until processes are killed."""
-        if number == signal.SIGINT and number in self._received:
-            self._kill_time = time.monotonic() + CONNECTION_SECONDS
-        self._received.append(number)
+        if self._requests.are_urgent:
+            self._kill_after(0.0)
         self._send(number)
 
     def _send(self, number: int) -> None:
         """Send a signal to all agents."""
         if self._runner.signals is not None:
+            nothing = subprocess.DEVNULL
+            ignore = lambda piece: None
             for one in self._runner.signals(self._job, self._means, number):
-                nothing = subprocess.DEVNULL
-                self._signallers.append(_started(one, nothing, nothing))
+                signaller = Child(one.words, one.variables, ignore, stdin=nothing)
+                signaller.read()
+                self._signallers.append(signaller)
         elif self._runner.has_input:
             for process in self._processes:
-                assert process.stdin is not None  # a pipe, with `has_input`
-                with contextlib.suppress(OSError):
-                    process.stdin.write(f"{int(number)}\n".encode())
-                    process.stdin.flush()
+                process.write(f"{int(number)}\n".encode())
         else:
             self._send_here(number)
 
     def _send_here(self, number: int) -> None:
         """Send a signal to the processes that were started here."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+            process.send(number)
 
-    def _read(self, process: subprocess.Popen) -> None:
-        """Pass the output of a process on, and keep the failures that it reports."""
-        assert process.stdout is not None  # a pipe
-        for line in pieces(process.stdout):
-            text = line.decode(errors="replace")
-            failure = failure_in(text, time.time())
-            report = report_in(text)
-            with self._lock:
-                if failure is not None:
-                    self.failures.append(failure)
-                if report is not None:
-                    self.stalls.add(report)
-                with contextlib.suppress(OSError, ValueError):
-                    sys.stdout.buffer.write(_of_ranks(line, failure or report))
-                    sys.stdout.buffer.flush()
+    def _pass_on(self, line: bytes) -> None:
+        """Pass a line of the output of a process on, and keep the failure that it reports."""
+        text = line.decode(errors="replace")
+        failure = failure_in(text, time.time())
+        report = report_in(text)
+        if failure is not None:
+            self.failures.append(failure)
+        if report is not None:
+            self.stalls.add(report)
+        write_out(_of_ranks(line, failure or report))
 
 
 def _of_ranks(line: bytes, report: Failure | NodeReport | None) -> bytes:
@@ -207,68 +179,14 @@ def _of_ranks(line: bytes, report: Failure | NodeReport | None) -> bytes:
     return before.removeprefix(f"{report.host}: ".encode())
 
 
-def _started(
-    one: Started,
-    source: int,
-    output: int,
-    first: Callable[[], object] | None = None,
-) -> subprocess.Popen:
-    """first: what the new process calls"""
-    return subprocess.Popen(
-        one.words,
-        env={**os.environ, **one.variables},
-        stdin=source,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C comes to them once, from here
-        preexec_fn=first,
-    )
-
-
-class Requests:
-    """The signals that this process receives for its job. received: their numbers"""
-
-    def __init__(self):
-        self.received: list[int] = []
-        self._unsent: list[int] = []  # received while there were no processes
-        self._processes: Processes | None = None
-
-    def install(self) -> None:
-        """Handle them from now on."""
-        for number in FORWARDED:
-            signal.signal(number, self._handle)
-
-    def go_to(self, processes: Processes | None) -> None:
-        """Pass signals on to these processes, also those that came when there were none."""
-        self._processes = processes
-        while processes is not None and self._unsent:
-            processes.request(self._unsent.pop(0))
-
-    def pause(self, seconds: float) -> bool:
-        """Wait; False if a signal has come, then or before."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.received:
-            time.sleep(POLL_SECONDS)
-        return not self.received
-
-    def _handle(self, number: int, frame: object) -> None:
-        self.received.append(number)
-        if self._processes is None:
-            self._unsent.append(number)
-        else:
-            self._processes.request(number)
-
-
 def run_all(
     job: Job, runner: Runner, means: Means, requests: Requests, quiet: bool = False
 ) -> Ended:
     """Run a job. Its exit code is 0, or that of the rank that failed first."""
     if not quiet:
         note(ranks_text(job))
-    processes = Processes(job, runner, means)
-    requests.go_to(processes)
+    processes = Processes(job, runner, means, requests)
     processes.wait()
-    requests.go_to(None)
     step = processes.stalls.step
     was_asked = bool(requests.received)
     # A hang explains the failures that follow it, so it alone is printed.
@@ -278,7 +196,7 @@ def run_all(
     failure = first_failure(processes.failures)
     code = processes.code
     if failure is not None:
-        note(failure.text())
+        note(failure.text(), kept=failure.message)
         code = failure.exit_code
     lost = processes.lost() if code else []
     if lost:
@@ -291,12 +209,6 @@ def run_all(
         return Ended(code, "", step, was_asked)
     is_final = was_asked or not failure.is_passing
     return Ended(code, failure.host, step, is_final, failure.cause)
-
-
-def note(text: str) -> None:
-    """Print a line of the launcher itself."""
-    sys.stdout.flush()
-    print(f"megatron-ds launch: {text}", file=sys.stderr, flush=True)
 
 
 def ranks_text(job: Job) -> str:
