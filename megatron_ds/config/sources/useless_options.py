@@ -194,11 +194,10 @@ USELESS = (
 
 def without_useless_options(config: RunConfig) -> RunConfig:
     """Return the configuration without options that have no effect beside others."""
-    added = [
-        Useless(paths, how.why, how.holds)
-        for feature in features()
-        for paths, how in feature.useless
-    ]
+    added: list[Useless] = []
+    for feature in features():
+        rows = feature.useless
+        added += [Useless(paths, how.why, how.holds) for paths, how in rows]
     for row in (*USELESS, *added):
         if row.holds(config):
             paths = _of_json(config, row.paths) if row.from_json else row.paths
