@@ -123,8 +123,8 @@ class Script:
         match statement:
             case ShellCommand():
                 return self._command(statement)
-            case Pipe(commands):
-                return self._pipe(commands)
+            case Pipe(parts):
+                return self._pipe(parts)
             case AndOr(parts):
                 status = True
                 for operator, part in parts:
@@ -261,13 +261,16 @@ class Script:
             fields += fields_of(word, self.scope)
         return fields
 
-    def _pipe(self, commands: Sequence[ShellCommand]) -> bool:
-        """Texts that `sed` edits into a file; otherwise each command by itself."""
+    def _pipe(self, parts: Sequence[Statement]) -> bool:
+        """Texts that `sed` edits into a file; otherwise each part by itself."""
         # The first command gives the text; without one nothing is piped.
-        text, is_copy = self._source(commands[0])
+        commands = [part for part in parts if isinstance(part, ShellCommand)]
+        text = None
+        if len(commands) == len(parts):
+            text, is_copy = self._source(commands[0])
         if text is None:
-            for command in commands:
-                self._command(command)
+            for part in parts:
+                self._one(part)
             return True
         for command in commands:
             words = self._fields(command.words)
