@@ -9,6 +9,7 @@ so is the text after `bash -c`.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from .budget import MOST_LAUNCHES, MOST_WORDS, Budget, text_of_file, whole
@@ -161,9 +162,10 @@ class Script:
         """Follow one command; returns whether it is true, where it is a test."""
         # Tests and negations have a truth value and start nothing.
         words = list(command.words)
-        if words[:1] == ["!"]:
-            inner = ShellCommand(tuple(words[1:]), command.line)
-            return not self._command(inner)
+        negations = sum(1 for _ in takewhile("!".__eq__, words))
+        if negations:
+            inner = ShellCommand(tuple(words[negations:]), command.line)
+            return self._command(inner) != bool(negations % 2)
         if words and (words[0] in TESTS or words[0].startswith("((")):
             return is_true(words, self.scope)
         # Assignments before a command set variables of the script.

@@ -14,9 +14,9 @@ GAP = re.compile(
     r"<(?=[A-Z]|path|specify|slurm|megatron)([^<>\n]+)>"
 )
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
-# Characters that no shell gives a meaning outside of `$`: a long word is read in few steps.
-UNMARKED = re.compile(r"[A-Za-z0-9_./:,-]*")
-CLOSING = {"(": ")", "{": "}", "[": "]"}
+# Characters that neither end a word nor begin a part of it: a long word is read in few steps.
+UNMARKED = re.compile(rf"[^{OPEN}\\'\"`$ \t\n;|&<>(){{}}#]*+")
+CLOSING = {"(": ")", "{": "}"}
 
 
 class ShellError(ConfigError):
