@@ -7,7 +7,7 @@ If, For, Case, ShellFunction   with their bodies; a `while` is a For without wor
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from .shell_tokens import ShellError, Token, tokens_of
@@ -21,6 +21,7 @@ ENDS = {"fi", "done", "esac", "then", "do", "elif", "else", "}", ")", *BRANCH_EN
 COUNTING = "(("  # the name of a `for ((…))`, whose only word is the counting
 DEEPEST = 60  # nested blocks of a script; more is not a recipe
 REDIRECTIONS = {">", ">>", "&>", "&>>", "<", "<<<", ">&", "<&"}  # each before a file
+DOCUMENTS = {"<<", "<<-"}
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,12 @@ class Parser:
             raise ShellError(f"line {self._line()}: {word!r} is missing.")
         self.at += 1
 
+    def _is_next(self, operators: Collection[str]) -> bool:
+        # A word of these characters has quotes around it.
+        return self._word() in operators
+
     def _skip(self, *operators: str) -> None:
-        while self._is_operator() and self._word() in operators:
+        while self._is_next(operators):
             self.at += 1
 
     def _body(self) -> tuple[Statement, ...]:
@@ -142,7 +147,7 @@ class Parser:
 
     def _and_or(self) -> Statement:
         parts: list[tuple[str, Statement]] = [("", self._pipe())]
-        while self._is_operator() and self._word() in ("&&", "||"):
+        while self._is_next(("&&", "||")):
             operator = self.tokens[self.at].text
             self.at += 1
             self._skip("\n")
@@ -151,7 +156,7 @@ class Parser:
 
     def _pipe(self) -> Statement:
         parts = [self._statement()]
-        while self._is_operator() and self._word() in ("|", "|&"):
+        while self._is_next(("|", "|&")):
             self.at += 1
             self._skip("\n")
             parts.append(self._statement())
@@ -185,21 +190,20 @@ class Parser:
 
     def _if(self) -> If:
         branches: list[tuple[tuple, tuple]] = []
-        while True:
+        word: str | None = "elif"
+        while word == "elif":
             condition = self._body()
             self._expect("then")
             branches.append((condition, self._body()))
             word = self._word()
             self.at += 1
-            if word == "else":
-                branches.append(((), self._body()))
-                self._expect("fi")
-            elif word != "elif":
-                if word != "fi":
-                    raise ShellError(f"line {self._line()}: 'fi' is missing.")
-                return If(tuple(branches))
-            if word == "else":
-                return If(tuple(branches))
+        # The last branch has no condition.
+        if word == "else":
+            branches.append(((), self._body()))
+            self._expect("fi")
+        elif word != "fi":
+            raise ShellError(f"line {self._line()}: 'fi' is missing.")
+        return If(tuple(branches))
 
     def _for(self) -> For:
         name = self._word() or ""
@@ -234,13 +238,11 @@ class Parser:
 
     def _redirections(self) -> None:
         """Skip those after a block."""
-        while self._is_operator():
-            if self._word() in REDIRECTIONS:
+        while self._is_next(REDIRECTIONS | DOCUMENTS):
+            # The text of a here-document is part of its token.
+            self._skip(*DOCUMENTS)
+            if self._is_next(REDIRECTIONS):
                 self.at += 2
-            elif self.tokens[self.at].text in ("<<", "<<-"):
-                self.at += 1
-            else:
-                return
 
     def _case(self) -> Case:
         word = self._word() or ""
@@ -286,10 +288,10 @@ class Parser:
             token = self.tokens[self.at]
             if words[:1] == ["[["] and words[-1] != "]]":
                 words.append(token.text)
-            elif token.is_operator and token.text in ("<<", "<<-"):
+            elif token.text in DOCUMENTS:
                 document = token.body
                 is_literal = not token.is_expanded
-            elif token.is_operator and token.text in REDIRECTIONS:
+            elif token.text in REDIRECTIONS:
                 self.at += 1
                 if token.text in (">", ">>") and self.at < len(self.tokens):
                     writes = self.tokens[self.at].text

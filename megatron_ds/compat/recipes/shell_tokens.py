@@ -93,13 +93,16 @@ def tokens_of(text: str) -> list[Token]:
             if operator == "\n":
                 line += 1
                 for place, last in waiting:
-                    strips = tokens[place].text == "<<-"
                     begin = at
-                    body, at = _document(text, at, last, strips)
+                    start = tokens[place]
+                    body, at = _document(text, at, last, start.text == "<<-")
                     line += text.count("\n", begin, at)
+                    # Quotes around its last word keep the values as they are written.
                     is_quoted = any(quote in last for quote in "'\"\\")
                     tokens[place] = replace(
-                        tokens[place], body=body, is_expanded=not is_quoted
+                        start,
+                        body=body,
+                        is_expanded=not is_quoted,
                     )
                 waiting = []
         else:
