@@ -1,10 +1,15 @@
 """The advice in place of names that are not available, compared with what the package has."""
 
+import importlib
 import re
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from megatron_ds.commands import COMMANDS
+from megatron_ds.compat.config.deepspeed_json import known_keys
+from megatron_ds.compat.config.unsupported import FAMILIES, FLAGS, KEYS
 from megatron_ds.compat.deepspeed.advice import ADVICE, NOT_HERE
 from megatron_ds.compat.deepspeed.names import HERE
 from megatron_ds.compat.deepspeed.pipe_schedule import (
@@ -12,18 +17,48 @@ from megatron_ds.compat.deepspeed.pipe_schedule import (
     ForwardPass,
     TrainSchedule,
 )
+from megatron_ds.config.sources.flags import spellings
+from megatron_ds.extensions.corpora.preprocess_flags import CONVERSATIONS
+from megatron_ds.extensions.launch.command import parser
 
 pytestmark = pytest.mark.plan
 
+REPOSITORY = Path(__file__).parents[2]
+FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 ROWS = [
     (path, names, text) for path, of in ADVICE.items() for names, text in of.items()
 ]
-TEXTS = [*NOT_HERE.values(), *(text for *_, text in ROWS)]
+ADVICES = " ".join([*NOT_HERE.values(), *(text for *_, text in ROWS)])
+# The answers to flags and keys that have no option.
+ANSWERS = " ".join(
+    f"{answer.note} {answer.refusal}"
+    for table in (FLAGS, FAMILIES, KEYS)
+    for answer in table.values()
+)
 
 
-def test_advice_names_commands_that_exist():
-    named = re.findall(r"megatron-ds ([a-z][a-z0-9-]*)", " ".join(TEXTS))
-    assert {"launch", "env"} <= set(named) <= set(COMMANDS)
+@pytest.mark.parametrize("text", [ADVICES, ANSWERS], ids=["advice", "answers"])
+def test_advice_names_commands_flags_and_pages_that_exist(text):
+    commands = set(re.findall(r"megatron-ds ([a-z][a-z0-9-]*)", text))
+    assert commands and commands <= set(COMMANDS)
+    flags = set(FLAG.findall(text))
+    of_launch = set(FLAG.findall(parser().format_help()))
+    accepted = {flag for flag, answer in FLAGS.items() if answer.note}
+    known = {*spellings(), *of_launch, *CONVERSATIONS, *accepted, "--deepspeed_config"}
+    assert flags and flags <= known
+    pages = set(re.findall(r"docs/[\w/]+\.md", text))
+    assert pages and all((REPOSITORY / page).is_file() for page in pages)
+
+
+def test_advice_names_objects_and_keys_that_exist():
+    for inner in re.findall(r"(?:megatron_ds|deepspeed)((?:\.\w+)+)", ADVICES):
+        parent, _, name = f"megatron_ds{inner}".rpartition(".")
+        found = getattr(importlib.import_module(parent), name)
+        # A placeholder of a name that is missing has a sentence.
+        assert isinstance(found, ModuleType) or not hasattr(found, "sentence"), inner
+    parts = {part for key in known_keys() for part in key.split(".")}
+    values = {"OneBitAdam", "Muon", "nvme"}
+    assert set(re.findall(r'"(\w+)"', ADVICES)) <= parts | values
 
 
 @pytest.mark.parametrize("package", NOT_HERE)

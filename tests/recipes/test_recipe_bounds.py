@@ -84,6 +84,8 @@ SLOW = {
     "ends that fit no pattern": LONG + "B=${A%%*b}\nC=${A##b*}\n" * 300,
     "open values": "A='" + "$1" * 10 + "'\n" + "B=${A:0:1}" + "$1" * 100_000 + "\n",
     "names of long values": f"A={'1' * 900_000}\nB=$(({'A+' * 450}1))\n",
+    "negations": "! " * 400_000 + "true",
+    "a word of stars": "echo " + "*" * 900_000,
     "stars": LONG + f"[[ $A == {'*a' * 400}b ]]\n" * 50,
 }
 
@@ -139,9 +141,10 @@ def test_numbers_of_processes_that_are_odd_are_not_believed(count, tmp_path):
     [
         "A=" + "${A:-" * 400 + "}" * 400,
         "A=" + '"$(' * 1000 + ')"' * 1000,
-        "! " * 3000 + "true",
         "[ " + "! " * 3000 + "x ]",
+        "[ " + "! " * 300_000 + "x ]",
         "[[ " + "x -a " * 3000 + "x ]]",
+        "[[ " + "x && " * 190_000 + "x ]]",
     ],
 )
 def test_deep_nesting_is_one_error(text, tmp_path):

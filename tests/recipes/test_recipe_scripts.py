@@ -76,6 +76,20 @@ cmd="torchrun --nnodes 2 --nproc_per_node 4 pretrain_gpt.py --save '/tmp/a b/${N
      ${VP:+--num-layers-per-virtual-pipeline-stage "$VP"} --fp16 &> log.txt"
 eval ${cmd}
 """,
+    "blocks in pipes and lists": r"""
+depth() ( echo "--num-layers 4" )
+printf 'a b\n' | while read -r a b; do WRONG=1; done | cat
+(cd / && true) && FIRST=one
+false || (SECOND=wrong; true) && SECOND=two
+if true; then THIRD=three; fi > log 2>&1
+case x in y) FOURTH=wrong ;;& x) FOURTH=four ;& z) : ;; esac | cat
+case x in y) FOURTH=wrong ;;& x) FOURTH=four ;& z) : ;; esac
+while read -r word; do WRONG=$word; done < <(echo FIFTH=wrong)
+cat <<EOF | sed s/x/y/ > log
+FIRST=$FIRST
+EOF
+{ torchrun pretrain_gpt.py --names $FIRST $SECOND $THIRD $FOURTH $(depth); } 2>&1 | tee -a log && true
+""",
 }
 
 
@@ -103,6 +117,35 @@ def test_a_script_is_read_as_bash_runs_it(script, tmp_path):
     (launch,) = read_script(tmp_path / "train.sh", {}).launches
     after = words[words.index("pretrain_gpt.py") + 1 :]
     assert [shown(word) for word in launch.words] == after and len(after) > 4
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="compares with bash")
+def test_here_documents_are_the_files_that_bash_writes(tmp_path):
+    script = r"""
+A=1
+cat <<EOF > list.json && echo written
+{"a": $A}
+EOF
+cat <<-'EOF' | sed s/old/new/ > piped.json
+	{"old": $A}
+	EOF
+cat <<ONE <<"TWO" > last.json
+$A
+ONE
+$A
+TWO
+cat > empty.json <<EOF
+EOF
+"""
+    path = tmp_path / "run.sh"
+    path.write_text(script)
+    subprocess.run(
+        ["bash", path], check=True, cwd=tmp_path, timeout=HUNG, capture_output=True
+    )
+    written = {file.name: file.read_text() for file in tmp_path.glob("*.json")}
+    found = read_script(path, {}).files
+    assert {name: f"{text}\n".lstrip("\n") for name, text in found.items()} == written
+    assert len(written) == 4 and written["piped.json"] == '{"new": $A}\n'
 
 
 def test_nothing_in_a_script_is_executed(tmp_path):
@@ -336,6 +379,10 @@ def test_a_key_that_occurs_twice_in_a_json_is_refused(tmp_path):
         ("fi", "closes no block"),
         ("x=$((", "is not closed"),
         ("if x; then " * 70, "nested more than"),
+        ("( " * 70, "nested more than"),
+        ("ls )", "')' closes no block"),
+        ("(ls", "')' is missing"),
+        ("ls &&", "line 1: the end is not expected"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_one_clear_error(text, says, tmp_path):

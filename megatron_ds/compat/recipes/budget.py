@@ -17,6 +17,7 @@ CHARACTERS = 4_000_000  # characters of all expansions together
 SECONDS = 10.0  # of this process's own time
 LONGEST_PATTERN = 1_000  # characters of a pattern of `case`, `[[ … ]]` and `${A%…}`
 LONGEST_EXPRESSION = 1_000  # characters of `$((…))`
+MOST_CONDITIONS = 1_000  # words of a test
 MOST_LAUNCHES = 100  # training commands of a recipe
 MOST_FLAGS = 1_000  # of a training command, or keys of a JSON
 MOST_WORDS = 100_000  # of a training command: a blend of many corpora has thousands

@@ -9,6 +9,7 @@ so is the text after `bash -c`.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from .budget import MOST_LAUNCHES, MOST_WORDS, Budget, text_of_file, whole
@@ -123,8 +124,8 @@ class Script:
         match statement:
             case ShellCommand():
                 return self._command(statement)
-            case Pipe(commands):
-                return self._pipe(commands)
+            case Pipe(parts):
+                return self._pipe(parts)
             case AndOr(parts):
                 status = True
                 for operator, part in parts:
@@ -161,9 +162,10 @@ class Script:
         """Follow one command; returns whether it is true, where it is a test."""
         # Tests and negations have a truth value and start nothing.
         words = list(command.words)
-        if words[:1] == ["!"]:
-            inner = ShellCommand(tuple(words[1:]), command.line)
-            return not self._command(inner)
+        negations = sum(1 for _ in takewhile("!".__eq__, words))
+        if negations:
+            inner = ShellCommand(tuple(words[negations:]), command.line)
+            return self._command(inner) != bool(negations % 2)
         if words and (words[0] in TESTS or words[0].startswith("((")):
             return is_true(words, self.scope)
         # Assignments before a command set variables of the script.
@@ -261,13 +263,16 @@ class Script:
             fields += fields_of(word, self.scope)
         return fields
 
-    def _pipe(self, commands: Sequence[ShellCommand]) -> bool:
-        """Texts that `sed` edits into a file; otherwise each command by itself."""
+    def _pipe(self, parts: Sequence[Statement]) -> bool:
+        """Texts that `sed` edits into a file; otherwise each part by itself."""
         # The first command gives the text; without one nothing is piped.
-        text, is_copy = self._source(commands[0])
+        commands = [part for part in parts if isinstance(part, ShellCommand)]
+        text = None
+        if len(commands) == len(parts):
+            text, is_copy = self._source(commands[0])
         if text is None:
-            for command in commands:
-                self._command(command)
+            for part in parts:
+                self._one(part)
             return True
         for command in commands:
             words = self._fields(command.words)

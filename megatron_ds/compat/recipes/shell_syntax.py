@@ -1,20 +1,27 @@
 """The text of a shell script → its statements, as far as training recipes need them. Nothing is executed.
 
 ShellCommand   words as written, with quotes and `$`; the texts that redirections read and the files they write
-Pipe           commands joined by `|`
+Pipe           statements joined by `|`
 AndOr          statements joined by `&&` and `||`
 If, For, Case, ShellFunction   with their bodies; a `while` is a For without words, whose body is not read
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from .shell_tokens import ShellError, Token, tokens_of
 
-ENDS = {"fi", "done", "esac", "then", "do", "elif", "else", "}", ";;", ")"}
+BRANCH_ENDS = {
+    ";;",
+    ";&",
+    ";;&",
+}  # of `case`; the second and third are read like the first
+ENDS = {"fi", "done", "esac", "then", "do", "elif", "else", "}", ")", *BRANCH_ENDS}
 COUNTING = "(("  # the name of a `for ((…))`, whose only word is the counting
 DEEPEST = 60  # nested blocks of a script; more is not a recipe
+REDIRECTIONS = {">", ">>", "&>", "&>>", "<", "<<<", ">&", "<&"}  # each before a file
+DOCUMENTS = {"<<", "<<-"}
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,9 @@ class ShellCommand:
 
 @dataclass(frozen=True)
 class Pipe:
-    """Commands joined by `|`."""
+    """Statements joined by `|`."""
 
-    commands: tuple[ShellCommand, ...]
+    parts: tuple["Statement", ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ Statement = ShellCommand | Pipe | AndOr | If | For | Case | ShellFunction
 
 def statements_of(text: str) -> tuple[Statement, ...]:
     """Return the statements of a script. Raises ShellError."""
-    return Parser(list(tokens_of(text))).script()
+    return Parser(tokens_of(text)).script()
 
 
 # --------------------------------------------------------------------------------------------- statements
@@ -93,7 +100,7 @@ class Parser:
 
     def script(self) -> tuple[Statement, ...]:
         """Return all statements. Raises ShellError for a word that closes nothing."""
-        body = self._body(set())
+        body = self._body()
         if self._word() is not None:
             raise ShellError(f"line {self._line()}: {self._word()!r} closes no block.")
         return body
@@ -115,12 +122,16 @@ class Parser:
             raise ShellError(f"line {self._line()}: {word!r} is missing.")
         self.at += 1
 
+    def _is_next(self, operators: Collection[str]) -> bool:
+        # A word of these characters has quotes around it.
+        return self._word() in operators
+
     def _skip(self, *operators: str) -> None:
-        while self._is_operator() and self._word() in operators:
+        while self._is_next(operators):
             self.at += 1
 
-    def _body(self, ends: set[str]) -> tuple[Statement, ...]:
-        """Return the statements up to one of the words, which is not consumed."""
+    def _body(self) -> tuple[Statement, ...]:
+        """Return the statements up to a word of ENDS, which is not consumed."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise ShellError(
@@ -128,27 +139,31 @@ class Parser:
             )
         found: list[Statement] = []
         while True:
-            self._skip("\n", ";", "&", "(")
-            if self._is_operator() and self._word() == ")" and ")" not in ends:
-                self.at += 1  # of a subshell
-                continue
-            if self._word() is None or self._word() in ends or self._word() in ENDS:
+            self._skip("\n", ";", "&")
+            if self._word() is None or self._word() in ENDS:
                 self.depth -= 1
                 return tuple(found)
             found.append(self._and_or())
 
     def _and_or(self) -> Statement:
-        parts: list[tuple[str, Statement]] = [("", self._statement())]
-        while self._is_operator() and self._word() in ("&&", "||"):
+        parts: list[tuple[str, Statement]] = [("", self._pipe())]
+        while self._is_next(("&&", "||")):
             operator = self.tokens[self.at].text
             self.at += 1
-            self._skip("\n", "(")
-            parts.append((operator, self._statement()))
+            self._skip("\n")
+            parts.append((operator, self._pipe()))
         return parts[0][1] if len(parts) == 1 else AndOr(tuple(parts))
+
+    def _pipe(self) -> Statement:
+        parts = [self._statement()]
+        while self._is_next(("|", "|&")):
+            self.at += 1
+            self._skip("\n")
+            parts.append(self._statement())
+        return parts[0] if len(parts) == 1 else Pipe(tuple(parts))
 
     def _statement(self) -> Statement:
         word = self._word() or ""
-        follows = self.tokens[self.at + 1 : self.at + 3]
         blocks: dict[str, Callable[[], Statement]] = {
             "if": self._if,
             "for": self._for,
@@ -156,34 +171,39 @@ class Parser:
             "until": self._while,
             "case": self._case,
             "function": self._function,
-            "{": self._group,
+            "{": lambda: self._group("}"),
+            "(": lambda: self._group(")"),
         }
+        # A block can have redirections behind it.
         if word in blocks:
             self.at += 1
-            return blocks[word]()
-        if [token.text for token in follows] == ["(", ")"] and re.fullmatch(
-            r"[\w-]+", word
-        ):
+            block = blocks[word]()
+            self._redirections()
+            return block
+        if self._is_empty_list(self.at + 1) and re.fullmatch(r"[\w-]+", word):
             return self._function()
-        return self._pipe()
+        return self._command()
+
+    def _is_empty_list(self, at: int) -> bool:
+        """Return whether `()` is at this place, as after the name of a function."""
+        return [token.text for token in self.tokens[at : at + 2]] == ["(", ")"]
 
     def _if(self) -> If:
         branches: list[tuple[tuple, tuple]] = []
-        while True:
-            condition = self._body({"then"})
+        word: str | None = "elif"
+        while word == "elif":
+            condition = self._body()
             self._expect("then")
-            branches.append((condition, self._body({"elif", "else", "fi"})))
+            branches.append((condition, self._body()))
             word = self._word()
             self.at += 1
-            if word == "else":
-                branches.append(((), self._body({"fi"})))
-                self._expect("fi")
-            elif word != "elif":
-                if word != "fi":
-                    raise ShellError(f"line {self._line()}: 'fi' is missing.")
-                return If(tuple(branches))
-            if word == "else":
-                return If(tuple(branches))
+        # The last branch has no condition.
+        if word == "else":
+            branches.append(((), self._body()))
+            self._expect("fi")
+        elif word != "fi":
+            raise ShellError(f"line {self._line()}: 'fi' is missing.")
+        return If(tuple(branches))
 
     def _for(self) -> For:
         name = self._word() or ""
@@ -194,9 +214,8 @@ class Parser:
         else:
             words = self._words_of_for()
         self._expect("do")
-        body = self._body({"done"})
+        body = self._body()
         self._expect("done")
-        self._redirections()
         return For(name, tuple(words), body)
 
     def _words_of_for(self) -> list[str]:
@@ -211,24 +230,19 @@ class Parser:
         return words
 
     def _while(self) -> For:
-        self._body({"do"})
+        self._body()
         self._expect("do")
-        body = self._body({"done"})
+        body = self._body()
         self._expect("done")
-        self._redirections()
         return For("", (), body)
 
     def _redirections(self) -> None:
         """Skip those after a block."""
-        while self._is_operator() and self._word() in (
-            ">",
-            ">>",
-            "<",
-            "<<<",
-            "&>",
-            "|",
-        ):
-            self.at += 2
+        while self._is_next(REDIRECTIONS | DOCUMENTS):
+            # The text of a here-document is part of its token.
+            self._skip(*DOCUMENTS)
+            if self._is_next(REDIRECTIONS):
+                self.at += 2
 
     def _case(self) -> Case:
         word = self._word() or ""
@@ -236,7 +250,7 @@ class Parser:
         self._expect("in")
         branches = []
         while True:
-            self._skip("\n", ";", ";;")
+            self._skip("\n", ";", *BRANCH_ENDS)
             if self._word() in ("esac", None):
                 break
             patterns = []
@@ -245,31 +259,23 @@ class Parser:
                     patterns.append(pattern)
                 self.at += 1
             self._expect(")")
-            branches.append((tuple(patterns), self._body({";;", "esac"})))
+            branches.append((tuple(patterns), self._body()))
         self._expect("esac")
         return Case(word, tuple(branches))
 
     def _function(self) -> ShellFunction:
         name = self._word() or ""
         self.at += 1
-        self._skip("(", ")", "\n")
-        self._expect("{")
-        return ShellFunction(name, self._group().body)
+        if self._is_empty_list(self.at):
+            self.at += 2
+        self._skip("\n")
+        return ShellFunction(name, (self._statement(),))
 
-    def _group(self) -> For:
-        """Return a block in braces; as a statement it is read like a loop over one value."""
-        body = self._body({"}"})
-        self._expect("}")
-        self._redirections()
+    def _group(self, end: str) -> For:
+        """Return a block in braces, or of a subshell; it is read like a loop over one value."""
+        body = self._body()
+        self._expect(end)
         return For("", ("once",), body)
-
-    def _pipe(self) -> Statement:
-        commands = [self._command()]
-        while self._is_operator() and self._word() in ("|", "|&"):
-            self.at += 1
-            self._skip("\n")
-            commands.append(self._command())
-        return commands[0] if len(commands) == 1 else Pipe(tuple(commands))
 
     def _command(self) -> ShellCommand:
         words: list[str] = []
@@ -282,19 +288,10 @@ class Parser:
             token = self.tokens[self.at]
             if words[:1] == ["[["] and words[-1] != "]]":
                 words.append(token.text)
-            elif token.is_operator and token.body is not None:
+            elif token.text in DOCUMENTS:
                 document = token.body
                 is_literal = not token.is_expanded
-            elif token.is_operator and token.text in (
-                ">",
-                ">>",
-                "&>",
-                "&>>",
-                "<",
-                "<<<",
-                ">&",
-                "<&",
-            ):
+            elif token.text in REDIRECTIONS:
                 self.at += 1
                 if token.text in (">", ">>") and self.at < len(self.tokens):
                     writes = self.tokens[self.at].text
@@ -305,5 +302,6 @@ class Parser:
             self.at += 1
         # A command needs words, a document or a file to write.
         if not words and document is None and writes is None:
-            raise ShellError(f"line {line}: {self._word()!r} is not expected here.")
+            found = "the end" if self._word() is None else repr(self._word())
+            raise ShellError(f"line {line}: {found} is not expected here.")
         return ShellCommand(tuple(words), line, writes, document, is_literal)

@@ -7,7 +7,9 @@ import operator
 import re
 from collections.abc import Sequence
 
+from .budget import MOST_CONDITIONS
 from .shell_edits import matches
+from .shell_tokens import ShellError
 from .shell_values import Scope, arithmetic, closed, value_of
 
 NUMBER = re.compile(r"[+-]?[0-9]{1,30}")
@@ -30,7 +32,13 @@ JOINTS = {
 
 
 def is_true(words: Sequence[str], scope: Scope) -> bool:
-    """Return the result of a test: the words of `[ … ]`, `[[ … ]]` or `((…))`, as written. Files do not exist."""
+    """Return the result of a test: the words of `[ … ]`, `[[ … ]]` or `((…))`, as written. Files do not exist.
+    Raises ShellError for more than MOST_CONDITIONS words.
+    """
+    if len(words) > MOST_CONDITIONS:
+        raise ShellError(
+            f"a test has {len(words):,} words: this is not a recipe, its conditions are nested too deep."
+        )
     # A number is true unless it is 0 or open.
     first = words[0]
     if first.startswith("(("):

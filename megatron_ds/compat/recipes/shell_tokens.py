@@ -1,8 +1,7 @@
 """The text of a shell script → its words, as written, and operators."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...errors import ConfigError
 
@@ -15,9 +14,9 @@ GAP = re.compile(
     r"<(?=[A-Z]|path|specify|slurm|megatron)([^<>\n]+)>"
 )
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
-# Characters that no shell gives a meaning outside of `$`: a long word is read in few steps.
-UNMARKED = re.compile(r"[A-Za-z0-9_./:,-]*")
-CLOSING = {"(": ")", "{": "}", "[": "]"}
+# Characters that neither end a word nor begin a part of it: a long word is read in few steps.
+UNMARKED = re.compile(rf"[^{OPEN}\\'\"`$ \t\n;|&<>(){{}}#]*+")
+CLOSING = {"(": ")", "{": "}"}
 
 
 class ShellError(ConfigError):
@@ -26,7 +25,7 @@ class ShellError(ConfigError):
 
 @dataclass(frozen=True)
 class Token:
-    """text: a word as written, or an operator; body: of a here-document, and whether it is expanded."""
+    """text: a word as written, or an operator; body: of the here-document after a `<<`, and whether it is expanded."""
 
     text: str
     line: int
@@ -37,6 +36,7 @@ class Token:
 
 OPERATORS = (
     "&>>",
+    ";;&",
     "<<<",
     "<<-",
     "&>",
@@ -45,6 +45,7 @@ OPERATORS = (
     "&&",
     "||",
     ";;",
+    ";&",
     ">&",
     "<&",
     "|&",
@@ -59,11 +60,12 @@ OPERATORS = (
 )
 
 
-def tokens_of(text: str) -> Iterator[Token]:
-    """Yield the words and operators, in order. A here-document is the body of its `<<`."""
+def tokens_of(text: str) -> list[Token]:
+    """Return the words and operators, in order. Raises ShellError for a quote or a bracket that is not closed."""
     at = 0
     line = 1
-    waiting = []
+    tokens: list[Token] = []
+    waiting: list[tuple[int, str]] = []  # places of `<<`, and the words that end them
     # Line ends are unified, and gaps are marked as open values.
     text = GAP.sub(rf"\1{OPEN}<\2>{CLOSE}", text.replace("\r\n", "\n"))
     # Each branch reads one blank, comment, operator or word.
@@ -75,41 +77,43 @@ def tokens_of(text: str) -> Iterator[Token]:
             line = line + 1
         elif text[at] == "#":
             at = _line_end(text, at)
-        elif text.startswith("((", at):  # arithmetic
-            end = _closing(text, at, line)
-            yield Token(text[at:end], line)
+        # Arithmetic, and commands in place of a file.
+        elif text.startswith(("((", "<(", ">("), at):
+            end = _closing(text, text.index("(", at), line)
+            tokens.append(Token(text[at:end], line))
             line += text.count("\n", at, end)
             at = end
-        # Operators. Here-documents begin after the end of their line.
+        # Operators. The body of a here-document begins after the end of its line.
         elif operator := next((o for o in OPERATORS if text.startswith(o, at)), None):
             at += len(operator)
             if operator in ("<<", "<<-"):
                 last, at = scan_word(text, _skip_blanks(text, at), line)
-                waiting.append((last, operator == "<<-"))
-            elif operator == "\n":
+                waiting.append((len(tokens), last))
+            tokens.append(Token(operator, line, True))
+            if operator == "\n":
                 line += 1
-                for last, strips in waiting:
-                    body, at = _document(text, at, last, strips)
+                for place, last in waiting:
+                    begin = at
+                    start = tokens[place]
+                    body, at = _document(text, at, last, start.text == "<<-")
+                    line += text.count("\n", begin, at)
+                    # Quotes around its last word keep the values as they are written.
                     is_quoted = any(quote in last for quote in "'\"\\")
-                    yield Token("<<", line, True, body, not is_quoted)
-                    line += body.count("\n") + 1
+                    tokens[place] = replace(
+                        start,
+                        body=body,
+                        is_expanded=not is_quoted,
+                    )
                 waiting = []
-                yield Token("\n", line, True)
-            else:
-                yield Token(operator, line, True)
         else:
             # A word; a number before a redirection is none, as in 2>&1.
             word, after = scan_word(text, at, line)
-            # Part of a redirection, as in 2>&1.
-            if word.isdecimal() and text[after : after + 1] in (
-                "<",
-                ">",
-            ):
-                at = after
-                continue
-            yield Token(word, line)
-            line += text.count("\n", at, after)
+            is_number = word.isdecimal() and text[after : after + 1] in ("<", ">")
+            if not is_number:
+                tokens.append(Token(word, line))
+                line += text.count("\n", at, after)
             at = after
+    return tokens
 
 
 def _line_end(text: str, at: int) -> int:
@@ -124,7 +128,7 @@ def _skip_blanks(text: str, at: int) -> int:
 
 
 def _document(text: str, at: int, end: str, strips: bool) -> tuple[str, int]:
-    """Return (the lines up to the word `end`, the place after them)."""
+    """Return (the lines up to the word `end`, the place after its line)."""
     end = end.strip("'\"").replace("\\", "")
     lines = []
     while at < len(text):
@@ -135,9 +139,7 @@ def _document(text: str, at: int, end: str, strips: bool) -> tuple[str, int]:
         if line == end:
             break
         lines.append(line)
-    return "\n".join(lines), min(at, len(text)) - (
-        at <= len(text) and text[at - 1 : at] == "\n"
-    )
+    return "\n".join(lines), min(at, len(text))
 
 
 def scan_word(text: str, at: int, line: int = 0) -> tuple[str, int]:
