@@ -24,7 +24,7 @@ Tests compare `kept` with a real stage on a CPU, to the byte; on CUDA devices it
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -48,6 +48,14 @@ from ..ops.widened_products import WORKSPACE
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
 from .cuda_segments import reserved
+from .recorded_work import (
+    BACKWARD,
+    FORWARD,
+    INPUT_HALF,
+    WEIGHT_HALF,
+    StageWork,
+    WorkRecorder,
+)
 from .run_model import (
     DTYPES,
     boundary_shape,
@@ -67,6 +75,7 @@ class StageRun:
     traffic    forward and backward
     metrics    names that the layers add to the ledger
     in_host    bytes that wait in host memory, beside `kept`
+    work       what it computes and sends; empty unless it was asked for
     """
 
     kept: int
@@ -76,6 +85,7 @@ class StageRun:
     traffic: Traffic = field(default_factory=Traffic)
     metrics: frozenset[str] = frozenset()
     in_host: int = 0
+    work: StageWork = field(default_factory=StageWork)
 
 
 @dataclass(frozen=True)
@@ -105,15 +115,22 @@ class FakeStage:
 
 
 def fake_stages(
-    config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule, device: str
+    config: RunConfig,
+    mesh: Mesh,
+    plan: RunPlan,
+    schedule: Schedule,
+    device: str,
+    records: bool = False,
 ) -> list[FakeStage]:
     """All stages of the model, as the tensor-parallel rank of `mesh` holds them. mesh: from `fake_mesh`.
 
     One stage of each sort runs, and all stages of the mesh's own pipeline rank. device: planned, "cpu" or
-    "cuda". Raises LayoutError if the shape that a stage returns is not the one that the next stage expects.
+    "cuda". records: each run has its work. Raises LayoutError if the shape that a stage returns is not the one that the next stage expects.
     """
     with without_memory(device, config.train.kernels) as where:
-        runner = StageRunner(config, mesh, plan, where, _split_stages(schedule))
+        runner = StageRunner(
+            config, mesh, plan, where, _split_stages(schedule), records=records
+        )
         stages: list[FakeStage] = []
         for pp_rank in range(plan.shape.size):
             stages += runner.stages_of(pp_rank)
@@ -186,11 +203,20 @@ def _split_stages(schedule: Schedule) -> frozenset[int]:
     return frozenset(i.stage for program in schedule for i in program if i.op is Op.W)
 
 
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def _unrecorded(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class StageRunner:
     """Builds stages and runs one of each sort, within the context of `without_memory`.
 
     mesh, device  from `fake_mesh` and from `without_memory`
     split         stages whose backward the schedule splits
+    only_forward  measures `StageRun.kept` alone
+    records       each run has its work
     """
 
     def __init__(
@@ -201,6 +227,7 @@ class StageRunner:
         device: torch.device,
         split: frozenset[int],
         only_forward: bool = False,
+        records: bool = False,
     ):
         self.config = config
         self.mesh = mesh
@@ -208,6 +235,7 @@ class StageRunner:
         self.device = device
         self.split = split
         self.only_forward = only_forward
+        self.records = records
         self.layers = describe_layers(config, mesh, device)
         self.runs: dict[tuple, tuple[StageRun, Sequence[Layer]]] = {}
 
@@ -270,7 +298,18 @@ class StageRunner:
             traffic,
             metrics,
             waiting,
+            self._work(stage) if self.records else StageWork(),
         )
+
+    def _work(self, stage: Stage) -> StageWork:
+        """Record one more micro-batch: the first ones allocate and compute what a stage has once."""
+        recorder = WorkRecorder(self.mesh.traffic)
+        batch = planned_batch(self.config, self.device)
+        with recorder.phase(FORWARD):
+            loss = self._forward(stage, batch)
+        self._backward(stage, recorder.phase)
+        del loss
+        return recorder.stage_work
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
         """Measure (at_work, the workspace in it) on one layer of each sort, since more layers only add to `kept`. Of
@@ -346,13 +385,16 @@ class StageRunner:
         _check(f"stage {stage.index} returns", output, self._between())
         return None
 
-    def _backward(self, stage: Stage) -> None:
+    def _backward(self, stage: Stage, phase: Phase = _unrecorded) -> None:
         between = None if stage.is_last else self._between()
         if stage.index in self.split:
-            gradient = stage.backward_input(0, between)
-            stage.backward_weights(0)
+            with phase(INPUT_HALF):
+                gradient = stage.backward_input(0, between)
+            with phase(WEIGHT_HALF):
+                stage.backward_weights(0)
         else:
-            gradient = stage.backward(0, between)
+            with phase(BACKWARD):
+                gradient = stage.backward(0, between)
         if not stage.is_first:
             assert gradient is not None  # of the input, which another stage has sent
             _check(

@@ -130,8 +130,10 @@ class WorldPlan:
         return sum(recomputed_flops(self.config, stage.layers) for stage in self.stages)
 
 
-def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
-    """Return the plan of all ranks. config: must have the size of the vocabulary.
+def plan_world(
+    config: RunConfig, rank: int = 0, device: str = "cuda", records: bool = False
+) -> WorldPlan:
+    """Return the plan of all ranks. config: must have the size of the vocabulary. records: stages have their work
 
     Raises what a launch raises: the cut and the schedule are checked here, the layers when they run on the
     meta device; `config.parse` has checked the rules of the configuration.
@@ -155,7 +157,7 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
     keep_gathered = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
     costs = run.stage_costs()
     schedule = plan_schedule(config, microbatches, keep_gathered, costs)
-    stages = fake_stages(config, mesh, run, schedule, device)
+    stages = fake_stages(config, mesh, run, schedule, device, records)
     return WorldPlan(
         config, grid, rank, device, run, costs, microbatches, schedule, tuple(stages)
     )
