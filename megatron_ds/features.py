@@ -122,8 +122,8 @@ class Feature:
     options    the section: a frozen dataclass whose fields are declared with `config.option`
     extends    name of a section of the package → a dataclass of options that the section has as a base class; only of
                features in the wings
-    is_on      (RunConfig) -> whether a run uses `layers`, `added`, `lengths`, `order` and `kept`, whose modules are
-               loaded then; None: always
+    is_on      (RunConfig) -> whether a run uses `layers`, `added`, `lengths`, `order`, `kept` and `planned`, whose
+               modules are loaded then; None: always
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
@@ -146,6 +146,7 @@ class Feature:
     least_length  (RunConfig) -> tokens that a sequence must have at least for its options
     prepared   (Replica) -> what it has prepared for the first step, for the log; "" for nothing
     dry_run    (RunConfig, Launch) -> exit code: prints the plan of --dry-run
+    planned    (WorldPlan whose stages have their work) -> lines: what the plan prints besides
     synonyms   name of an option in other projects, with hyphens → its flag here, or a sentence
     formerly   the section of the package that had the options in earlier files, if there was one
     sinks      where metrics go
@@ -177,6 +178,7 @@ class Feature:
     least_length: Callable[[Any], int] | None = None
     prepared: Callable[[Any], str] | None = None
     dry_run: Callable[[Any, Any], int] | None = None
+    planned: Callable[[Any], Iterable[str]] | None = None
     synonyms: Mapping[str, str] = field(default_factory=dict)
     sinks: Sequence[MetricSink] = ()
     commands: Mapping[str, Any] = field(default_factory=dict)

@@ -217,6 +217,11 @@ def _matrices(at: int) -> Callable[[tuple, dict], Work]:
     return lambda args, kwargs: product_work(*args[at : at + 2])
 
 
+def _linear(args: tuple, kwargs: dict) -> Work:
+    x, weight = args[:2]
+    return product_work(x.flatten(0, -2), weight.t())
+
+
 def _batches(at: int) -> Callable[[tuple, dict], Work]:
     def work(args: tuple, kwargs: dict) -> Work:
         a, b = args[at : at + 2]
@@ -247,6 +252,7 @@ _PRODUCTS: dict[Any, Callable[[tuple, dict], Work]] = {
     aten.mm: _matrices(0),
     aten.addmm: _matrices(1),
     aten.addmm_: _matrices(1),
+    aten.linear: _linear,
     aten.bmm: _batches(0),
     aten.baddbmm: _batches(1),
     aten.baddbmm_: _batches(1),

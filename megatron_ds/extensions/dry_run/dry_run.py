@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ...config import RunConfig
 from ...config.training_schedule import make_batch_size
+from ...features import features, used
 from ...mpu.launch import Launch
 from ...mpu.managed_parameter import spec_of
 from ...pipeline.picture import draw
@@ -47,9 +48,18 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
     gc.freeze()  # a schedule has many small objects, and each collection would visit those of the imports, too
     config, unchecked = with_vocabulary(as_given)
     memory = device_memory(config, config.plan.dry_run)
-    plan = plan_world(config, config.plan.rank, config.plan.dry_run)
+    texts = [
+        feature.planned
+        for feature in features()
+        if feature.planned is not None and used(feature, config)
+    ]
+    plan = plan_world(
+        config, config.plan.rank, config.plan.dry_run, records=bool(texts)
+    )
     not_checked = [*unchecked, *_unchecked(config, memory)]
     logger.info("%s", plan_text(plan, not_checked, memory))
+    for text in texts:
+        logger.info("%s", "\n".join(["", *text(plan)]))
     # Remedies take as long as a plan each, so they are sought only if the plan does not fit.
     if memory is None or fits(plan, memory):
         return 0
