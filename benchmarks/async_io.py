@@ -22,7 +22,8 @@ import time
 import torch
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.host.async_io import AsyncIO, aligned_empty, make_io
+from megatron_ds.host.async_io import AsyncIO, make_io
+from megatron_ds.host.large_pages import aligned_empty
 from megatron_ds.host.scratch_file import Region, ScratchFile
 
 

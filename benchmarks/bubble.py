@@ -24,18 +24,19 @@ import torch.multiprocessing
 from torch import nn
 
 from megatron_ds.batch.batch import Batch
+from megatron_ds.extensions.report.trace_files import as_simulation, write_trace
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.context import new_parameter
 from megatron_ds.mpu.group import Group
-from megatron_ds.mpu.launch import connect_torch
 from megatron_ds.mpu.param_spec import Init, ParamSpec
+from megatron_ds.mpu.process_groups import connect_torch
 from megatron_ds.pipeline.executor import Executor
 from megatron_ds.pipeline.instruction import Op, StageCosts
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES, placement, stages_of
 from megatron_ds.pipeline.simulate import Simulation, simulate
 from megatron_ds.pipeline.stage import Stage
-from megatron_ds.pipeline.timeline import Timeline, as_simulation, write_trace
+from megatron_ds.pipeline.timeline import Timeline
 from megatron_ds.tensor_parallel.weight_grad import now_or_later
 
 SHAPE = (8, 1, 16)  # of the hidden states: messages small enough to take no time

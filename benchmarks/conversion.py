@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 
 from megatron_ds.checkpoint.safetensors_folder import TensorEntry, write_folder
-from megatron_ds.host.async_io import aligned_empty
+from megatron_ds.host.large_pages import aligned_empty
 from megatron_ds.mpu.group import solo
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,7 @@ from functools import partial
 import torch
 
 from megatron_ds.extensions.kernels.cpu import compiled_adam
-from megatron_ds.host.memory_maps import huge_page_zeros
+from megatron_ds.host.large_pages import huge_page_zeros
 from megatron_ds.ops.update_rows import AdamRow, UpdateRow
 
 DIVISOR = 1.001  # near 1: the same gradient is divided in every round

@@ -29,6 +29,7 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import (
 )
 
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.data_efficiency.curricula import read_metric
 from megatron_ds.extensions.data_efficiency.curriculum_order import order_by_difficulty
 from megatron_ds.extensions.data_efficiency.difficulty import make_difficulty
 from megatron_ds.extensions.data_efficiency.difficulty_analysis import (
@@ -40,7 +41,6 @@ from megatron_ds.extensions.data_efficiency.difficulty_metrics import (
     MetricSpec,
     write_metric,
 )
-from megatron_ds.extensions.data_efficiency.options import read_metric
 
 FILES = (
     "sample_to_metric",

@@ -385,10 +385,8 @@ def cost(out: Path, contestant: Contestant) -> float | None:
     lines between.
     """
     from megatron_ds.config import parse
-    from megatron_ds.extensions.data_efficiency.options import (
-        CurriculumConfig,
-        length_difficulty,
-    )
+    from megatron_ds.extensions.data_efficiency.curricula import length_difficulty
+    from megatron_ds.extensions.data_efficiency.options import CurriculumConfig
 
     if not (out / "times.json").exists():
         return None

@@ -37,6 +37,7 @@ from torch.profiler import profile, supported_activities
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ds.config import RunConfig, parse
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.extensions.kernels.prepared_kernels import prepare_kernels
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
@@ -44,7 +45,6 @@ from megatron_ds.mpu.param_spec import ParamSpec
 from megatron_ds.ops import kernel_table
 from megatron_ds.planning.flops import layers_of, model_flops, peak_flops, utilization
 from megatron_ds.planning.keep_gathered import free_memory
-from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.tensor_parallel.init import CONSTANTS
 from megatron_ds.training import build

@@ -40,7 +40,8 @@ def write_corpus(prefix: Path, documents: int) -> None:
 def ours(prefix: str, seq_length: int, samples: int, cache: str):
     """(dataset, function from sample numbers to a checksum of their batch)."""
     from megatron_ds.data.loading.loader import Loader
-    from megatron_ds.data.samples.gpt_data import GPTCollator, open_gpt_dataset
+    from megatron_ds.data.samples.gpt_corpus import open_gpt_dataset
+    from megatron_ds.data.samples.gpt_data import GPTCollator
     from megatron_ds.data.text.indexed import IndexedDataset
 
     corpus = IndexedDataset(prefix)

@@ -141,8 +141,8 @@ def our_config(shape: Shape, **changes):
 def our_context(rank: int, ranks: int, dtype: torch.dtype):
     from megatron_ds.mpu.context import ParallelContext
     from megatron_ds.mpu.grid import Grid
-    from megatron_ds.mpu.launch import connect_torch
     from megatron_ds.mpu.mesh import Mesh
+    from megatron_ds.mpu.process_groups import connect_torch
 
     cpu = torch.device("cpu")
     mesh = (

@@ -148,7 +148,7 @@ def planned(
     model: list[str], optimizer: list[str], ranks: int, steps: int
 ) -> tuple[Counter, float, float]:
     """(steps by what they exchange, bytes of the run, bytes of Adam's)."""
-    from megatron_ds.planning.world_plan import plan_world
+    from megatron_ds.extensions.dry_run.world_plan import plan_world
     from megatron_ds.zero.norm import DATA_BYTES
 
     config, adam = (configured(model, o, ranks, steps) for o in (optimizer, ADAM))

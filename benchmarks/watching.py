@@ -26,8 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ds.host import places
-from megatron_ds.mpu.communication_log import CommunicationLog
+from megatron_ds.extensions.profiler.communication_log import CommunicationLog
+from megatron_ds.host import place_file, places
 from megatron_ds.training import pretrain as run
 from megatron_ds.training import trainer
 from megatron_ds.training.observe.log import Log
@@ -116,7 +116,7 @@ def main() -> None:
     CLOCK.around(Log, "write")
     CLOCK.around(CommunicationLog, "_end")
     for name in ("phase", "step", "instruction", "collective"):
-        CLOCK.around(places.PlaceWriter, name)
+        CLOCK.around(place_file.PlaceWriter, name)
     run.Trainer = Watched
     with tempfile.TemporaryDirectory() as folder:
         os.environ[places.PLACES_FILE] = f"{folder}/places-{rank}"

@@ -96,6 +96,20 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class ChangedSamples:
+    """Samples of a run that are others than those of its corpora.
+
+    is_on     (RunConfig) -> whether the run has them
+    change    (`data.loading.datasets.Datasets`, RunConfig, Tokenizer) -> Datasets
+    identity  (RunConfig) -> plain values, with which a checkpoint that is loaded must agree
+    """
+
+    is_on: Callable[[Any], bool]
+    change: Callable[[Any, Any, Any], Any]
+    identity: Callable[[Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class MetricSink:
     """Where the metrics of a run go, besides the files of the log. On rank 0 alone.
 
@@ -104,6 +118,7 @@ class MetricSink:
     check    (RunConfig) -> None; raises ConfigError at the start of a run where nothing can be written
     require  () -> None; raises ConfigError where a package that it needs is not installed
     points   (RunConfig, id) -> `PointSink` of the curves of an engine; None: engines have no such sink
+    has_tags whether options of values that have a tag of their own have an effect where this sink is the only one
     """
 
     is_on: Callable[[Any], bool]
@@ -111,6 +126,7 @@ class MetricSink:
     check: Callable[[Any], None] | None = None
     require: Callable[[], None] | None = None
     points: Callable[[Any, str], Any] | None = None
+    has_tags: bool = True
 
 
 @dataclass(frozen=True)
@@ -127,8 +143,8 @@ class Feature:
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
-    registers  noun of a registry → name or alias of an entry → the module that registers it, imported when the entry
-               is used
+    registers  noun of a registry → name of an entry → the module that registers it, imported when the entry is used;
+               of an alias, the name of the entry
     optimizers name of an optimizer that it registers → its `config.optimizer_facts.OptimizerFacts`
     models     name of a model that it registers → `config.model_facts.ModelFacts`, where they are not those of a GPT
     objective  what the run is trained for in place of the model's own loss
@@ -140,18 +156,25 @@ class Feature:
                Its noun is the name of the feature
     unloadable (identity of a checkpoint, identity of the run or None where a whole model is wanted, folder) -> why its
                weights cannot be loaded, as sentences
+    samples    samples that are others than those of the corpora
     lengths    lengths of sequences that change from step to step
     order      (RunConfig) -> `config.sample_order.SampleOrder`, if the samples of one epoch have an order of their own
     kept       (RunConfig) -> `progress.kept_tokens.KeptTokens`, if some blocks process a part of each sequence
     least_length  (RunConfig) -> tokens that a sequence must have at least for its options
+    described  (Replica, name of the launcher, RunConfig as given) -> what the run is, for the log of rank 0
     prepared   (Replica) -> what it has prepared for the first step, for the log; "" for nothing
     dry_run    (RunConfig, Launch) -> exit code: prints the plan of --dry-run
-    planned    (WorldPlan whose stages have their work) -> lines: what the plan prints besides
+    planned    (RunConfig) -> what the plan of --dry-run prints besides: an object with `recorder`, which makes a
+               `planning.fake_stages.Recorder` of the work of each stage, and `lines`, of the recorded plan
     synonyms   name of an option in other projects, with hyphens → its flag here, or a sentence
     formerly   the section of the package that had the options in earlier files, if there was one
     sinks      where metrics go
     commands   name → `commands.Command`, whose module is an absolute name
     observers  (RunConfig) -> `training.observer.Observer` on every rank, or None if it is off
+    outputs    (RunConfig, Mesh) -> None, on every rank before the model is built: raises ConfigError where a run could
+               not write or measure what it asks for
+    useless    () -> `config.sources.useless_options.Useless` rows: options that have no effect beside others
+    checksums  (RunConfig) -> whether the optimizer keeps a checksum of the gradients that a rank computed
     """
 
     name: str
@@ -172,17 +195,22 @@ class Feature:
     after: Sequence[str] = ()
     added: Callable[[Any], Any | None] | None = None
     unloadable: Callable[[Mapping, Mapping | None, Any], Iterable[str]] | None = None
+    samples: ChangedSamples | None = None
     lengths: Lengths | None = None
     order: Callable[[Any], Any | None] | None = None
     kept: Callable[[Any], Any | None] | None = None
     least_length: Callable[[Any], int] | None = None
+    described: Callable[[Any, str, Any], str] | None = None
     prepared: Callable[[Any], str] | None = None
     dry_run: Callable[[Any, Any], int] | None = None
-    planned: Callable[[Any], Iterable[str]] | None = None
+    planned: Callable[[Any], Any] | None = None
     synonyms: Mapping[str, str] = field(default_factory=dict)
     sinks: Sequence[MetricSink] = ()
     commands: Mapping[str, Any] = field(default_factory=dict)
     observers: Sequence[Callable[[Any], Any]] = ()
+    outputs: Callable[[Any, Any], None] | None = None
+    useless: Callable[[], Sequence[Any]] | None = None
+    checksums: Callable[[Any], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -225,12 +253,22 @@ _LOADED = _Loaded()
 
 
 def features() -> tuple[Feature, ...]:
-    """Return all features, those of installed distributions first.
+    """Return all features, those of the wings first.
 
     Raises ConfigError if an installed one cannot be imported.
     """
     _load_installed()
     return tuple(_LOADED.features)
+
+
+def rules_if(
+    is_on: Callable[[Any], bool], *rules: Callable[[Any], Iterable[str]]
+) -> tuple[Callable[[Any], Iterable[str]], ...]:
+    """Return rules that have nothing to say unless `is_on` (RunConfig), so that their module is loaded only then."""
+    return tuple(
+        lambda config, rule=rule: rule(config) if is_on(config) else ()
+        for rule in rules
+    )
 
 
 class Provided(Generic[T]):
@@ -321,6 +359,21 @@ def metric_sinks(config: Any) -> list[MetricSink]:
     for feature in features():
         found += [sink for sink in feature.sinks if sink.is_on(config)]
     return found
+
+
+def changed_samples(config: Any) -> list[ChangedSamples]:
+    """Return the changes of samples that a configuration switches on."""
+    found = (feature.samples for feature in features())
+    return [one for one in found if one is not None and one.is_on(config)]
+
+
+def wants_checksums(config: Any) -> bool:
+    """Return whether a feature of a run compares the gradients of its ranks."""
+    return any(
+        feature.checksums(config)
+        for feature in features()
+        if feature.checksums is not None
+    )
 
 
 def objectives(config: Any) -> dict[str, Objective]:

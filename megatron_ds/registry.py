@@ -5,13 +5,13 @@ Models, schedules, tokenizers and optimizers have one `Registry` each. `tests/co
 
 import difflib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from types import FrameType
 from typing import Generic, TypeVar
 
 from .errors import ConfigError
-from .features import features, missing_wings, watch_names
+from .features import Feature, features, missing_wings, own_features, watch_names
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
@@ -39,13 +39,13 @@ class Registry(Generic[T]):
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
         """Decorator that adds an entry under `name`. Aliases find it, too, but are not listed."""
         owner = _caller()
+        own = {} if owner == PACKAGE else self._modules | self._of(own_features())
 
         def add(thing: T) -> T:
             self._check(name, thing)
             for key in (name, *aliases):
                 known = key in self._things or self._aliases.get(key, name) != name
-                declared = key in self._modules and owner != PACKAGE
-                assert not known and not declared, (
+                assert not known and key not in own, (
                     f"{self.noun} {key!r} is registered twice"
                 )
             self._things[name] = thing
@@ -78,14 +78,14 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         """Return an entry. Raises ConfigError with the most similar name."""
         modules = self._of_modules()
-        listed = self._aliases.get(name, name)
+        listed = self.name_of(name)
         if listed not in self._things and listed in modules:
             import_module(modules[listed])
             # The module may register the name as an alias.
             listed = self._aliases.get(listed, listed)
         if listed in self._things:
             return self._things[listed]
-        known = [*self.names(), *self._aliases]
+        known = [*self.names(), *self._all_aliases()]
         raise ConfigError(
             f"unknown {self.noun} {name!r}{did_you_mean(name, known) or '.'} Known: "
             f"{', '.join(sorted(self.names()))}.{missing_wings()}"
@@ -93,10 +93,10 @@ class Registry(Generic[T]):
 
     def name_of(self, name: str) -> str:
         """Return the listed name for a name or an alias."""
-        return self._aliases.get(name, name)
+        return self._all_aliases().get(name, name)
 
     def __contains__(self, name: str) -> bool:
-        listed = self._aliases.get(name, name)
+        listed = self.name_of(name)
         return listed in self._things or listed in self._of_modules()
 
     def __iter__(self) -> Iterator[str]:
@@ -110,8 +110,19 @@ class Registry(Generic[T]):
 
     def _of_modules(self) -> dict[str, str]:
         """Return the mapping name → module of the declared entries, those of features included."""
-        found = dict(self._modules)
-        for feature in features():
+        named = self._of(features())
+        modules = {name: to for name, to in named.items() if to not in named}
+        return self._modules | modules
+
+    def _all_aliases(self) -> dict[str, str]:
+        """Return the mapping alias → listed name, with those that features declare."""
+        named = self._of(features())
+        return {name: to for name, to in named.items() if to in named} | self._aliases
+
+    def _of(self, those: Iterable[Feature]) -> dict[str, str]:
+        """Return what features declare: name → module, and alias → name."""
+        found: dict[str, str] = {}
+        for feature in those:
             found.update(feature.registers.get(self.noun, {}))
         return found
 

@@ -430,10 +430,6 @@ WORDS_OF_WINGS = re.compile(
 WORDS_THAT_STAY = {
     ("data/samples/gpt_data.py", "dpo"): "advice of an error names the flag",
     ("training/run_checkpoint.py", "upcycl"): "advice of an error names the command",
-    (
-        "data/tokenizers/file_tokenizers.py",
-        "bert",
-    ): "two classes of the library tokenizers",
 }
 
 

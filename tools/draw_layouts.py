@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ds.cli import Arguments, main_guard  # noqa: E402
+from megatron_ds.extensions.report.picture import FAINT, INK, Panel, svg  # noqa: E402
 from megatron_ds.pipeline.passes import add_transfers  # noqa: E402
-from megatron_ds.pipeline.picture import FAINT, INK, Panel, svg  # noqa: E402
 from megatron_ds.pipeline.schedules import SCHEDULES  # noqa: E402
 from megatron_ds.pipeline.simulate import simulate  # noqa: E402
 from megatron_ds.training.observe.metrics_file import read_metrics  # noqa: E402

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ds.cli import Arguments, main_guard  # noqa: E402
 from megatron_ds.errors import DataError  # noqa: E402
-from megatron_ds.pipeline.picture import FAINT, INK  # noqa: E402
+from megatron_ds.extensions.report.picture import FAINT, INK  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "results.md"
 # Number, what, beside, times as fast, machine, date.

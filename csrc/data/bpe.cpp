@@ -1,4 +1,4 @@
-// Byte-level BPE, from text to ids, for megatron_ds/data/tokenizers/backend.py.
+// Byte-level BPE, from text to ids, for megatron_ds/extensions/tokenizers/backend.py.
 //
 //   text ── cut into pieces ──► " the" ── in the cache? ──► ids               Radford et al. 2019, section 2.2
 //                                  └─ no: bytes, then merges, first learned first; cache        arXiv:1508.07909, algorithm 1
@@ -245,7 +245,7 @@ private:
 }  // namespace
 
 PYBIND11_MODULE(_bpe, module) {
-    module.doc() = "Byte-level BPE; used through megatron_ds.data.tokenizers.backend.";
+    module.doc() = "Byte-level BPE; used through megatron_ds.extensions.tokenizers.backend.";
     py::class_<Encoder>(module, "Encoder")
         .def(py::init<const std::vector<int32_t>&, const py::array_t<int32_t, py::array::c_style>&,
                       const std::vector<std::pair<std::string, int32_t>>&, const std::vector<std::string>&, std::string, bool,

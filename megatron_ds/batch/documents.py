@@ -4,7 +4,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..host.fake_cpu import FakeCpuTensor
+from ..host.valueless_tensor import ValuelessTensor
 
 # The positions at which the documents of each sample begin, ascending, without the first position.
 Boundaries = tuple[tuple[int, ...], ...]
@@ -74,7 +74,7 @@ class Documents:
         if self._boundaries is not None:
             return self._boundaries
         is_on_cpu = self.ids.device.type == "cpu"
-        is_fake = isinstance(self.ids, FakeCpuTensor)
+        is_fake = isinstance(self.ids, ValuelessTensor)
         if is_fake or not is_on_cpu:
             return None
         return boundaries_of(self.ids)

@@ -2,7 +2,7 @@
 
 In a file system it is written under a temporary name and hard-linked. The link is atomic, on NFS too, and fails if
 there is a lock. (flock is not used: it may not reach other machines, and forked workers keep it after their parent
-was killed.) `store_lock_file.py` has the one of a store.
+was killed.) A feature has the one of a store.
 """
 
 import contextlib

@@ -1,15 +1,19 @@
 """`place_of`: where checkpoints are, a folder or a place in an object store.
 
-Functions of `folder.py` and of the files below it take either. Their implementations for stores are in
-`store_folder.py`, which is imported, with fsspec, at the first place in a store.
+Functions of `folder.py` and of the files below it take either. A feature has their implementations for stores; it is
+imported, with the libraries of the store, at the first place in one.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..features import Provided
 
 NAMELESS = ("s3:///", "gs:///")
+# (place in a store) -> Path. Registers the functions of folders for it.
+OPEN_STORE: Provided[Callable[[str], Path]] = Provided("object stores")
 
 
 def is_store(directory: str | os.PathLike) -> bool:
@@ -35,10 +39,7 @@ def place_of(directory: str | os.PathLike) -> Path:
             f"{text} names no bucket. Write a place as s3://bucket/run."
         )
     try:
-        from . import store_lock_file  # noqa: F401  registers itself
-        from .store_folder import open_store
-
-        return open_store(text)
+        return OPEN_STORE.get()(text)
     except (ImportError, ValueError) as error:
         raise CheckpointError(
             f"{text}: this store cannot be opened ({error}). pip install 'megatron_ds[stores]' has what "

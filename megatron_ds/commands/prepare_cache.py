@@ -16,9 +16,10 @@ from pathlib import Path
 from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, parse
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.loading.blend import parse_blend, read_sources
+from megatron_ds.data.loading.blend import parse_blend
 from megatron_ds.data.loading.cache import default_cache
 from megatron_ds.data.loading.datasets import build_datasets, fit_default_split
+from megatron_ds.data.loading.sources import read_sources
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.planning.run_plan import RULES

@@ -5,11 +5,11 @@ same optimizer's mathematics, and tests compare the two. An optimizer that is re
 takes the options of the whole section.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..features import own_features
+from ..features import Feature, own_features
 from .options.training import OptimizerConfig
 
 # What the update of an element depends on, besides that element.
@@ -42,6 +42,7 @@ class OptimizerFacts:
     defaults  field → DeepSpeed's default, where it is not the flag's
     state     names of the tensors that it keeps for each parameter, fp32, of the parameter's size
     depends   what the update of an element depends on, besides that element
+    rules     (RunConfig) -> problems of its options, as sentences, where it is in use
     """
 
     name: str
@@ -51,6 +52,7 @@ class OptimizerFacts:
     fields: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     depends: str = ELEMENT
+    rules: tuple[Callable[[Any], Iterable[str]], ...] = ()
 
     @property
     def all_params(self) -> dict[str, tuple[str, ...]]:
@@ -84,11 +86,24 @@ MOMENTS = {
 }
 
 
+def _adam_variants(config: Any) -> Iterator[str]:
+    if config.optimizer.adam_amsgrad and not config.optimizer.adam_bias_correction:
+        yield (
+            "[adam_amsgrad] is torch's, which corrects its moments, but [adam_bias_correction]. Remove "
+            "one of them."
+        )
+
+
 def _added() -> Iterator[OptimizerFacts]:
     # Rows of features are made with the names above.
     for feature in own_features():
         for facts in feature.optimizers.values():
             yield facts.load()
+
+
+def _aliases(feature: Feature) -> Iterator[tuple[str, str]]:
+    named = feature.registers.get("optimizer", {})
+    return ((alias, name) for alias, name in named.items() if name in named)
 
 
 FACTS: Mapping[str, OptimizerFacts] = {
@@ -103,6 +118,7 @@ FACTS: Mapping[str, OptimizerFacts] = {
                 "amsgrad": ("adam_amsgrad",),
             },
             ("exp_avg", "exp_avg_sq"),
+            rules=(_adam_variants,),
         ),
         OptimizerFacts(
             "sgd",
@@ -111,71 +127,14 @@ FACTS: Mapping[str, OptimizerFacts] = {
             ("momentum_buffer",),
             defaults={"sgd_momentum": 0.0},
         ),
-        OptimizerFacts(
-            "lion",
-            ("Lion", "FusedLion", "DeepSpeedCPULion"),
-            {"betas": ("lion_beta1", "lion_beta2")},
-            ("exp_avg",),
-            defaults={"lion_beta1": 0.9, "lion_beta2": 0.999},
-        ),
-        OptimizerFacts(
-            "adagrad",
-            ("Adagrad", "DeepSpeedCPUAdagrad"),
-            {"eps": ("adagrad_eps",)},
-            ("sum",),
-        ),
-        OptimizerFacts(
-            "lamb",
-            ("Lamb", "FusedLamb"),
-            MOMENTS
-            | {
-                "eps_inside_sqrt": ("lamb_eps_inside_sqrt",),
-                "max_coeff": ("lamb_max_coeff",),
-                "min_coeff": ("lamb_min_coeff",),
-            },
-            ("exp_avg", "exp_avg_sq"),
-            ("lamb_form",),
-            depends=NORMS,
-        ),
         *_added(),
-        OptimizerFacts(
-            "muon",
-            ("Muon",),
-            MOMENTS
-            | {
-                "adam_w_mode": ("decoupled_weight_decay",),
-                "momentum": ("muon_momentum",),
-                "muon_lr": ("muon_lr",),
-                "adam_lr": ("muon_scalar_lr",),
-                "per_head_muon": ("muon_per_head",),
-            },
-            ("momentum_buffer",),
-            (
-                "muon_use_nesterov",
-                "muon_coefficient_type",
-                "muon_num_ns_steps",
-                "muon_scale_mode",
-                "muon_extra_scale_factor",
-                "muon_split_qkv",
-                "muon_ns_dtype",
-                "muon_scalar_optimizer",
-                "lion_beta1",
-                "lion_beta2",
-            ),
-            {
-                "muon_momentum": 0.95,
-                "muon_use_nesterov": True,
-                "muon_coefficient_type": "simple",
-                "muon_scale_mode": "shape_scaling",
-                "adam_beta2": 0.95,
-                "adam_eps": 1e-10,
-            },
-            MATRIX,
-        ),
     )
 }
 
-SYNONYMS = {"adamw": "adam", "dist_muon": "muon"}
+SYNONYMS = {
+    "adamw": "adam",
+    **{alias: name for feature in own_features() for alias, name in _aliases(feature)},
+}
 
 
 def facts_of(name: str | None) -> OptimizerFacts | None:

@@ -15,29 +15,30 @@ from importlib.metadata import version as version_of
 from typing import Any
 
 from ..errors import ConfigError
-from ..features import features
+from ..features import Later, features
 from ..launch_env import problems_of_local_rank, rank_in
 from ..registry import Registry
 from ..version import __version__
 from .messages import Rule, either, flag, problems_of, written
-from .rules.attention import ATTENTION_RULES
+from .rules.chosen import layout_rules, model_rules
 from .rules.data import DATA_RULES
-from .rules.layout import LAYOUT_RULES
-from .rules.moe import MOE_RULES
 from .rules.need import NEED_RULES
 from .rules.training import TRAINING_RULES
 from .run import RunConfig, Source, all_options
 from .sources.combine import combined, contradictions
-from .sources.config_files import names, read_yaml
-from .sources.config_text import help_text, short_help_text, to_yaml
 from .sources.flags import CommandLine, read_flags, spellings
 from .sources.foreign_words import foreign_words
+from .sources.keys import names
 from .sources.named_features import import_named
 from .sources.reading import Setting, SourceReading, attempt, reject
 
 # Path of an option that names an entry → the entries.
 KnownNames = Mapping[str, Registry[Any] | Mapping[str, Any]]
-HELP = {"help": help_text, "short help": short_help_text}
+# What --help and --config print and read is loaded for them.
+HELP = {
+    "help": Later(__package__, ".sources.config_text:help_text"),
+    "short help": Later(__package__, ".sources.config_text:short_help_text"),
+}
 
 
 def parse(
@@ -77,6 +78,8 @@ def parse(
         unread=set().union(*(reading.unread for reading in readings)),
     )
     if line.asks_for == "config":
+        from .sources.config_text import to_yaml
+
         _print_and_exit(to_yaml(config), env)
     return config
 
@@ -120,9 +123,12 @@ def _read_all(
         _print_and_exit(version_text() + "\n", env)
     foreign = foreign_words()
     # Each file is one of this package where no dialect is installed.
+    yamls: list[SourceReading] = []
     if line.yaml_files and foreign.read_yamls is not None:
         yamls = foreign.read_yamls(line.yaml_files)
-    else:
+    elif line.yaml_files:
+        from .sources.config_files import read_yaml
+
         yamls = [read_yaml(path) for path in line.yaml_files]
     jsons = [foreign.read_deepspeed(path) for path in line.deepspeed_files]
     readings = [line, *yamls, *jsons]
@@ -190,9 +196,8 @@ def check(
     """
     own = (
         *NEED_RULES,
-        *LAYOUT_RULES,
-        *ATTENTION_RULES,
-        *MOE_RULES,
+        *layout_rules(config),
+        *model_rules(config),
         *TRAINING_RULES,
         *DATA_RULES,
         *(rule for feature in features() for rule in feature.rules),

@@ -30,7 +30,6 @@ from .options.logging import LoggingConfig
 from .options.model import ModelConfig
 from .options.option import Option, options_of
 from .options.parallel import ParallelConfig, ZeroConfig
-from .options.profiler import ProfilerConfig
 from .options.training import (
     CheckpointConfig,
     OptimizerConfig,
@@ -75,7 +74,6 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     more: tuple[tuple[str, Any], ...] = field(
         default_factory=lambda: tuple((name, cls()) for name, cls in _added().items())

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from ..progress.cycles import Cycle, CycledBeta, CycleRate, RangeTest
 from ..progress.ramps import (
     BatchSize,
     DeepSpeedRate,
@@ -22,6 +22,9 @@ from .options.training import (
     TrainConfig,
 )
 from .run import RunConfig
+
+if TYPE_CHECKING:
+    from ..progress.cycles import CycledBeta
 
 
 def make_learning_rates(config: RunConfig) -> dict[str, Ramp[float]]:
@@ -67,17 +70,10 @@ def make_learning_rate(
             style=style,
             count=token_count(config),
         )
-    if style == ONE_CYCLE:
-        return CycleRate(_cycle(config), highest, lowest, config.cycle.decay_lr_rate)
-    if style == RANGE_TEST:
-        cycle = config.cycle
-        return RangeTest(
-            batch,
-            highest,
-            cycle.lr_range_test_step_size,
-            cycle.lr_range_test_step_rate,
-            cycle.lr_range_test_staircase,
-        )
+    if style in (ONE_CYCLE, RANGE_TEST):
+        from .cycle_schedule import cycled_rate
+
+        return cycled_rate(config, highest, lowest)
     # DeepSpeed's styles count steps of one batch, all others samples.
     decay = _span(
         optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch
@@ -123,30 +119,14 @@ def _deepspeed_rate(
     )
 
 
-def make_beta1(config: RunConfig) -> CycledBeta | None:
+def make_beta1(config: RunConfig) -> "CycledBeta | None":
     """Adam's beta1, if it changes: with OneCycle, unless --no-cycle-momentum is given."""
     cycle = config.cycle
     if config.optimizer.lr_decay_style != ONE_CYCLE or not cycle.cycle_momentum:
         return None
-    return CycledBeta(
-        _cycle(config), cycle.cycle_max_mom, cycle.cycle_min_mom, cycle.decay_mom_rate
-    )
+    from .cycle_schedule import cycled_beta
 
-
-def _cycle(config: RunConfig) -> Cycle:
-    cycle = config.cycle
-    first = cycle.cycle_first_step_size
-    second = cycle.cycle_second_step_size
-    stairs = cycle.cycle_first_stair_count
-    falling = cycle.cycle_second_stair_count
-    return Cycle(
-        config.train.global_batch_size,
-        first,
-        first if second is None else second,
-        stairs,
-        stairs if falling is None else falling,
-        cycle.decay_step_size,
-    )
+    return cycled_beta(config)
 
 
 def counts_tokens(config: RunConfig) -> bool:

@@ -18,14 +18,12 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ..errors import ConfigError
-from .memory_maps import anonymous_zeros
+from .transfers import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -33,33 +31,6 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 4096
 MOST_IN_FLIGHT = 4096
 ENGINES = ("auto", "io_uring", "threads")
-
-
-class Transfer(Protocol):
-    """A transfer that has begun. It must be waited for: the error of one that is dropped is lost."""
-
-    def wait(self) -> None:
-        """Return when all bytes were transferred and the tensor may be used; a second call returns at once.
-
-        Raises OSError with the bytes requested and transferred, also for a file that ends too early.
-        """
-
-
-class Then:
-    """A transfer and an action that follows it. The first `wait` performs the action once."""
-
-    __slots__ = ("_work", "_action")
-
-    def __init__(self, work: Transfer, action: Callable[[], object]):
-        self._work: Transfer | None = work
-        self._action: Callable[[], object] | None = action
-
-    def wait(self) -> None:
-        """Wait, then perform the action."""
-        if self._work is not None and self._action is not None:
-            self._work.wait()
-            self._action()
-            self._work = self._action = None
 
 
 class AsyncIO:
@@ -132,11 +103,6 @@ def make_io(
             ) from reason
         _log_threads(reason.strerror)
         return ThreadIO(threads, block_bytes)
-
-
-def aligned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return [numel] on the CPU that begins at a page, as direct access needs, on large pages if it has several."""
-    return anonymous_zeros(numel, dtype) if numel else torch.empty(0, dtype=dtype)
 
 
 class ThreadIO(AsyncIO):

@@ -22,7 +22,8 @@ from functools import singledispatch
 import torch
 
 from .async_io import ALIGNMENT
-from .memory_maps import libc, round_up
+from .large_pages import round_up
+from .memory_maps import libc
 from .reused_pages import uninitialized
 
 BLOCK = 16 * 2**20  # bytes: a disk is fast with transfers of megabytes

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from .dispatch_mode import DispatchMode
 from .known_results import META, result_of
+from .valueless_tensor import ValuelessTensor
 
 CPU = torch.device("cpu")
 DEVICE_OF = torch.ops.prim.device.default
@@ -26,7 +27,7 @@ LIFT = torch.ops.aten.lift_fresh.default
 _runs_meta_code = torch._C._meta_in_tls_dispatch_include
 
 
-class FakeCpuTensor(torch.Tensor):
+class FakeCpuTensor(ValuelessTensor):
     """A tensor on the meta device that reports a CPU. Reading its values is an error."""
 
     # torch documents these three members for subclasses; its stubs declare other forms of them.

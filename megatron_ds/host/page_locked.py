@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import MegatronDSError
-from .memory_maps import huge_pages
+from .large_pages import huge_pages
 from .side_streams import Mark
 
 

@@ -21,7 +21,7 @@ from threading import Lock
 
 import torch
 
-from .memory_maps import LARGE_PAGE_BYTES, huge_pages, round_up
+from .large_pages import LARGE_PAGE_BYTES, huge_pages, round_up
 
 LEAST = 4 * 2**20  # bytes of a tensor
 MOST_FREE = 2**30  # bytes that wait for a tensor

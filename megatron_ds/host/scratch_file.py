@@ -33,8 +33,10 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigError, StorageError
-from .async_io import ALIGNMENT, AsyncIO, Transfer, aligned_empty, bytes_of
-from .memory_maps import FileMap, round_up
+from .async_io import ALIGNMENT, AsyncIO, bytes_of
+from .large_pages import aligned_empty, round_up
+from .memory_maps import FileMap
+from .transfers import Transfer
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from .memory_maps import warn_of_messages
 from .places import WAITING
+from .shared_pages import warn_of_messages
 
 _FORMAT = struct.Struct("<qqqq")  # shorter than PIPE_BUF: written and read whole
 

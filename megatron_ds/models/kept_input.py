@@ -10,15 +10,18 @@ ranks; with it x is a part already (Rajbhandari et al. 2020, arXiv:1910.02054, s
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..batch.batch import Batch
-from ..host.waiting_tensors import WaitingTensors
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
 from ..mpu.group import Group, solo
+
+if TYPE_CHECKING:
+    from ..host.waiting_tensors import WaitingTensors
 
 Again = Callable[[], torch.Tensor]
 
@@ -26,7 +29,7 @@ Again = Callable[[], torch.Tensor]
 class InputKeeper:
     """Keeps inputs of the blocks of a rank, by `ctx.recompute`."""
 
-    def __init__(self, group: Group, waiting: WaitingTensors | None):
+    def __init__(self, group: Group, waiting: "WaitingTensors | None"):
         """group: ranks that hold the same x and keep a part each. waiting: None to keep x on the device."""
         self.group = group
         self.waiting = waiting

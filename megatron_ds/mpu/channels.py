@@ -32,6 +32,7 @@ import torch
 
 from ..errors import CommunicationError
 from .group import Group, TrafficLog, Transport, Work
+from .own_channels import OwnChannels, Posted
 
 T = TypeVar("T")
 
@@ -44,34 +45,25 @@ SHAPES_TAG = 0  # of the shape check; those of activations and gradients follow
 LAST_TAG = (1 << 16) - 1  # transports use higher tags themselves
 
 
-class Channels:
-    """The channels of one rank. Destinations and sources are positions in `group`, the rank's own included."""
+class Channels(OwnChannels):
+    """The channels of one rank of several."""
 
     def __init__(self, group: Group):
-        self.group = group
+        super().__init__(group)
         self._sent: dict[tuple, deque[tuple[torch.Tensor, Work]]] = defaultdict(deque)
         self._posted: dict[Channel, Pending] = {}  # those not waited for yet
-        self._own: dict[tuple, deque[torch.Tensor]] = defaultdict(deque)
         self._check = ShapeCheck()
 
     def announce(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
-        """Begin a step whose micro-batches have these shapes; peers compare them with theirs.
-
-        The comparison with a peer happens at the first message to or from it in this step.
-        """
         self._check.start(shapes, dtype)
 
     def send(
         self, kind: str, destination: int, tensor: torch.Tensor, chunk: int = 0
     ) -> None:
-        """Start sending `tensor`, which must not change until it has arrived. `kind` is "act" or "grad".
-
-        Waits for the message two before in the channel.
-        """
-        tensor = tensor.detach().contiguous()
         if destination == self.group.rank:
-            self._own[kind, chunk].append(tensor)
+            super().send(kind, destination, tensor, chunk)
             return
+        tensor = tensor.detach().contiguous()
         self._check.announce(
             destination,
             lambda message: self._start(
@@ -91,13 +83,9 @@ class Channels:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         chunk: int = 0,
-    ) -> "Pending | FromItself":
-        """Post the receive of the channel's next message, whose shape and dtype are not sent.
-
-        Waits for the message before it.
-        """
+    ) -> Posted:
         if source == self.group.rank:
-            return FromItself(self._own[kind, chunk])
+            return super().recv(kind, source, shape, dtype, device, chunk)
         # One receive of a channel at a time.
         channel = (kind, source, chunk)
         if channel in self._posted:
@@ -114,13 +102,10 @@ class Channels:
         return self._posted[channel]
 
     def drain(self) -> None:
-        """Wait until all messages of this rank have been sent. Call it at the end of a step."""
         for channel, waiting in self._sent.items():
             while waiting:
                 self._let_go(channel)
-        assert not any(self._own.values()), (
-            "a message from this rank to itself was never received"
-        )
+        super().drain()
 
     def verify(self, kind: str, source: int) -> None:
         """Compare the shapes of the step with those of `source`, once a step. Raises CommunicationError."""
@@ -228,19 +213,6 @@ class Pending:
             self._channels._finish(self._channel, self._work)
             self._work = None
         return self._tensor
-
-
-class FromItself:
-    """A message of a rank to itself."""
-
-    __slots__ = ("_messages",)
-
-    def __init__(self, messages: deque[torch.Tensor]):
-        self._messages = messages
-
-    def wait(self) -> torch.Tensor:
-        """Return the message. IndexError where none has been sent."""
-        return self._messages.popleft()
 
 
 @lru_cache(maxsize=4096)

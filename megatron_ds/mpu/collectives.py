@@ -14,7 +14,6 @@ import torch
 from ..errors import LayoutError
 from ..host.places import writer
 from .group import DONE, Group, Messages, Transport, Work
-from .shared_sums import SharedSums
 
 
 def all_reduce_(
@@ -190,6 +189,8 @@ def share_memory(group: Group) -> Group:
     signals = group.transport.share_signals()
     if signals is None:
         return replace(group, memory=memory)
+    from .shared_sums import SharedSums
+
     sums = SharedSums(group.rank, group.ranks, memory, signals, group.transport.failure)
     return replace(group, memory=memory, sums=sums)
 

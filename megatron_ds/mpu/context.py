@@ -21,17 +21,19 @@ rows are a contiguous run; then nothing here makes a tensor.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..errors import ConfigError
-from ..host.waiting_tensors import WaitingTensors
 from .group import Group, solo
 from .managed_parameter import ManagedParameter, described
 from .param_spec import ParamSpec
 from .sequence_ranks import SequenceRanks
 from .sequence_slice import SequenceSlice
+
+if TYPE_CHECKING:
+    from ..host.waiting_tensors import WaitingTensors
 
 GRANULARITIES = (None, "selective", "full")
 
@@ -138,8 +140,10 @@ class ParallelContext:
         )
 
     @cached_property
-    def waiting(self) -> WaitingTensors:
+    def waiting(self) -> "WaitingTensors":
         """Tensors of this rank that wait in host memory for their backward."""
+        from ..host.waiting_tensors import WaitingTensors
+
         return WaitingTensors()
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..host.memory_maps import SharedPages
+    from ..host.shared_pages import SharedPages
     from .shared_sums import SharedSums, Signals
 
 RING_FACTOR = {  # bytes sent by one rank of a ring of n, per byte of payload
@@ -89,7 +89,7 @@ class Work(Waitable, Protocol):
 
 
 class TrafficLog(Protocol):
-    """Records what a `Traffic` counts (communication_log.py)."""
+    """Records what a `Traffic` counts."""
 
     def start(
         self,

@@ -17,7 +17,6 @@ from ..host.places import WAITING_FOR_DEVICE
 from ..host.side_streams import Mark
 from .device_wait import Failing, wait_for_device
 from .group import Group
-from .launch import transport_over
 
 
 def to_host(values: torch.Tensor, group: Group | None = None) -> torch.Tensor:
@@ -87,4 +86,6 @@ def _transport(group: Group | None) -> Failing | None:
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    from .process_groups import transport_over
+
     return transport_over(dist.group.WORLD, "world")

@@ -1,7 +1,7 @@
 """`Mesh`: the grid seen from one rank, with a `Group` for any set of axes, connected on first use.
 
 How groups are connected is a parameter, so the same mesh runs over torch.distributed
-(`launch.connect_torch`), over threads (in tests) and without peers (`fake_group.py`).
+(`process_groups.connect_torch`), over threads (in tests) and without peers (`fake_group.py`).
 
 The mesh of the process (`get_mesh`) is for training scripts, tools and the getters of Megatron and DeepSpeed.
 Layers never read it; they receive their groups as arguments. It is in a ContextVar, so that ranks which are
@@ -302,7 +302,7 @@ def destroy_model_parallel() -> None:
 
 
 def _connect(timeout: timedelta | None):
-    from .launch import connect_torch
+    from .process_groups import connect_torch
 
     return lambda axes, groups, rank: connect_torch(axes, groups, rank, timeout)
 

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import torch
 
-from ..host.memory_maps import SharedPages
+from ..host.shared_pages import SharedPages
 from ..host.signal_pipes import Signal
 
 _WHAT = "a reduction in shared memory"

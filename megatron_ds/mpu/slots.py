@@ -26,7 +26,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..host.memory_maps import SharedPages, warn_of_messages
+from ..host.shared_pages import SharedPages, warn_of_messages
 from .group import DONE, Work
 from .shared_sums import Signals, Translated
 

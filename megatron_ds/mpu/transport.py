@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..errors import CommunicationError
 from ..host import places
-from ..host.memory_maps import SharedPages, share_pages
+from ..host.shared_pages import SharedPages, share_pages
 from ..host.signal_pipes import SignalPipes, share_pipes
 from .control import ring_gather
 from .device_wait import wait_for_device

@@ -124,7 +124,10 @@ def attention_work(
     heads, key_width = q.shape[1] * q.shape[2], q.shape[3]
     pairs = visible.pattern.pairs(k.shape[0]) * q.shape[0] / k.shape[0]
     flops = 2.0 * heads * pairs * (key_width + v.shape[3])
-    moved = sum(map(bytes_of, (q, k, v))) + q.numel() // key_width * v.shape[3] * q.element_size()
+    moved = (
+        sum(map(bytes_of, (q, k, v)))
+        + q.numel() // key_width * v.shape[3] * q.element_size()
+    )
     return Work(scores=flops, nbytes=moved, dtype=q.dtype)
 
 

@@ -167,9 +167,7 @@ class Operation:
 
         return add
 
-    def states_work(
-        self, backward: Stated | None = None
-    ) -> Callable[[Stated], Stated]:
+    def states_work(self, backward: Stated | None = None) -> Callable[[Stated], Stated]:
         """Makes the decorated function (arguments of the operation) → `work.Work` that of a call of a kernel.
 
         backward: the same for the backward of a call; None: it is that of the call, twice
@@ -392,11 +390,20 @@ def selected(mode: str) -> Iterator[None]:
 
 @functools.cache
 def load_kernels(device: str = "cuda") -> None:
-    """Import the modules that register kernels for a type of device, where the wing is installed.
+    """Import all modules that register kernels for a type of device, where the wing is installed.
 
     Those for CPUs come with all others.
     """
-    KERNELS.find()
+    if (kernels := KERNELS.find()) is not None:
+        kernels.load_all()
+    if device in GPU:
+        GPU_KERNELS.find()
+
+
+def _load_kernels_of(operation: Operation, device: str, dtype: torch.dtype) -> None:
+    """Import the modules that register kernels of an operation."""
+    if (kernels := KERNELS.find()) is not None:
+        kernels.load(operation.name, dtype)
     if device in GPU:
         GPU_KERNELS.find()
 
@@ -405,7 +412,7 @@ def load_kernels(device: str = "cuda") -> None:
 def _candidates(
     operation: Operation, device: str, dtype: torch.dtype, mode: str
 ) -> list[Implementation]:
-    load_kernels(device)
+    _load_kernels_of(operation, device, dtype)
     return [
         entry
         for entry in operation.implementations

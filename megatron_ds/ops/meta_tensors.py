@@ -2,9 +2,9 @@
 
 import torch
 
-from ..host.fake_cpu import FakeCpuTensor
+from ..host.valueless_tensor import ValuelessTensor
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """False on the meta device and for a FakeCpuTensor, which have shapes and dtypes but no values."""
-    return not (t.is_meta or isinstance(t, FakeCpuTensor))
+    """False on the meta device and for a ValuelessTensor, which have shapes and dtypes but no values."""
+    return not (t.is_meta or isinstance(t, ValuelessTensor))

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from .kernel_table import CPU, GPU, Operation, is_selected, random_tensors
-from .work import Work, product_work
 from .widened_products import add_widened_product_, is_widened, widened_product
+from .work import Work, product_work
 
 
 @Operation

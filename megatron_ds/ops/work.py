@@ -1,7 +1,7 @@
 """`Work`: what one call computes, as far as its time depends on it; and who asks for it.
 
 A plan runs the layers on tensors without values and adds up their work. Operations of torch are seen as they are
-called (`planning.recorded_work`). What a kernel computes cannot be seen, as it only allocates its results there;
+called (`extensions.plan_time.recorded_work`). What a kernel computes cannot be seen, as it only allocates its results there;
 so an operation with kernels states its work beside them:
 
     @attention.states_work(backward=_backward_work)
@@ -123,7 +123,9 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes that a kernel moves for a tensor: a dimension that is expanded is read once."""
     sizes = (
-        size for size, stride in zip(tensor.shape, tensor.stride()) if stride or not size
+        size
+        for size, stride in zip(tensor.shape, tensor.stride())
+        if stride or not size
     )
     return math.prod(sizes) * tensor.element_size()
 

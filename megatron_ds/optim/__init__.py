@@ -12,12 +12,8 @@ from .optimizers import (
     param_groups_of,
 )
 
-OPTIMIZERS.declare(f"{__name__}.adagrad", "adagrad")
 OPTIMIZERS.declare(f"{__name__}.adam_choice", "adam", aliases={"adamw": "adam"})
-OPTIMIZERS.declare(f"{__name__}.lamb", "lamb")
-OPTIMIZERS.declare(f"{__name__}.lion", "lion")
 OPTIMIZERS.declare(f"{__name__}.momentum_sgd", "sgd")
-OPTIMIZERS.declare(f"{__name__}.muon", "muon", aliases={"dist_muon": "muon"})
 
 __all__ = [
     "OPTIMIZERS",

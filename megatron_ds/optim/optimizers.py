@@ -8,8 +8,8 @@ parameter, apart from a count named "step".
 By default an entry must treat elements one by one: its tensors are flat and may be parts of parameters. An
 entry with other needs, or one that chooses its parameter groups, is registered with a `Declared`. A new
 optimizer with groups is therefore one file.
-Those of this package have a file each beside this one, and a row in `config/optimizer_facts.py` with their
-options, names and state.
+Those of this package have a file each, and a row of `config/optimizer_facts.py` with their options, names and
+state.
 
 A run has a list of `ParamGroup`s. A parameter belongs to the first group whose filter accepts its spec.
 Groups may use different optimizers: matrices Muon and the rest AdamW, for example. Without other instructions

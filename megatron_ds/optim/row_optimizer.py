@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..host.memory_maps import huge_page_zeros
+from ..host.large_pages import huge_page_zeros
 from .part_optimizer import PartOptimizer, gradient_of
 
 

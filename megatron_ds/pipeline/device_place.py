@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..host.places import BEHIND_ALL, NONE, DeviceEntry, PlaceWriter, writer
+from ..host.place_file import BEHIND_ALL, NONE, DeviceEntry, PlaceWriter
+from ..host.places import writer
 from ..mpu.flight_recorder import save_record
 from .instruction import Instruction
 

@@ -9,7 +9,7 @@ would make them: strides decide the order in which sums are taken, and with it t
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,16 @@ from ..batch.batch import Batch
 from ..batch.ledger import Entry
 from ..errors import CommunicationError, ScheduleError
 from ..host.places import writer
-from ..mpu.channels import Channels, FromItself, Pending
-from .device_place import DevicePlace, Moments
+from ..mpu.own_channels import OwnChannels, Posted
 from .instruction import Instruction, Op, Program
 from .passes import forward_only
 from .stage import Stage
-from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from .device_place import DevicePlace, Moments
+    from .timeline import Timeline
 
 Handler = Callable[[Instruction], None]
-Posted = Pending | FromItself
 Key = tuple[int, int | None]  # (stage, micro-batch)
 DESCRIPTIONS = {
     Op.F: "forward",
@@ -65,7 +66,7 @@ class Executor:
         self,
         program: Program | Callable[[int], Program],
         stages: Mapping[int, Stage],
-        channels: Channels,
+        channels: OwnChannels,
         stage_rank: Callable[[int], int],
         activation_shape: Callable[[Batch], tuple[int, ...]],
         dtype: torch.dtype,
@@ -99,7 +100,7 @@ class Executor:
             tuple[int, ...]
         ] = []  # of the hidden states between stages, by micro-batch
         self._current: Instruction | None = None
-        self._place = DevicePlace() if device.type == "cuda" else None
+        self._place = _place_on(device)
         self._scale = 1.0
         self.prepare: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None
         self.moments: Moments | None = None
@@ -364,6 +365,15 @@ def program_length(program: Program) -> int:
 def _described(i: Instruction) -> str:
     microbatch = "" if i.microbatch is None else f" of micro-batch {i.microbatch}"
     return f"{i} ({DESCRIPTIONS[i.op]}{microbatch} at stage {i.stage})"
+
+
+def _place_on(device: torch.device) -> "DevicePlace | None":
+    """Return the place of a GPU, whose instructions the host launches ahead."""
+    if device.type != "cuda":
+        return None
+    from .device_place import DevicePlace
+
+    return DevicePlace()
 
 
 def _arrived(entry: Tensor | Posted) -> Tensor:

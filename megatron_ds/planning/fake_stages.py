@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -48,14 +49,6 @@ from ..ops.widened_products import WORKSPACE
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
 from .cuda_segments import reserved
-from .recorded_work import (
-    BACKWARD,
-    FORWARD,
-    INPUT_HALF,
-    WEIGHT_HALF,
-    StageWork,
-    WorkRecorder,
-)
 from .run_model import (
     DTYPES,
     boundary_shape,
@@ -75,7 +68,7 @@ class StageRun:
     traffic    forward and backward
     metrics    names that the layers add to the ledger
     in_host    bytes that wait in host memory, beside `kept`
-    work       what it computes and sends; empty unless it was asked for
+    work       what its recorder has found; None without one
     """
 
     kept: int
@@ -85,7 +78,7 @@ class StageRun:
     traffic: Traffic = field(default_factory=Traffic)
     metrics: frozenset[str] = frozenset()
     in_host: int = 0
-    work: StageWork = field(default_factory=StageWork)
+    work: Any = None
 
 
 @dataclass(frozen=True)
@@ -120,16 +113,16 @@ def fake_stages(
     plan: RunPlan,
     schedule: Schedule,
     device: str,
-    records: bool = False,
+    recorder: "MakeRecorder | None" = None,
 ) -> list[FakeStage]:
     """All stages of the model, as the tensor-parallel rank of `mesh` holds them. mesh: from `fake_mesh`.
 
     One stage of each sort runs, and all stages of the mesh's own pipeline rank. device: planned, "cpu" or
-    "cuda". records: each run has its work. Raises LayoutError if the shape that a stage returns is not the one that the next stage expects.
+    "cuda". recorder: of the work of each stage. Raises LayoutError if the shape that a stage returns is not the one that the next stage expects.
     """
     with without_memory(device, config.train.kernels) as where:
         runner = StageRunner(
-            config, mesh, plan, where, _split_stages(schedule), records=records
+            config, mesh, plan, where, _split_stages(schedule), recorder=recorder
         )
         stages: list[FakeStage] = []
         for pp_rank in range(plan.shape.size):
@@ -203,10 +196,24 @@ def _split_stages(schedule: Schedule) -> frozenset[int]:
     return frozenset(i.stage for program in schedule for i in program if i.op is Op.W)
 
 
-Phase = Callable[[str], AbstractContextManager[None]]
+Phase = Callable[[Op], AbstractContextManager[None]]
 
 
-def _unrecorded(name: str) -> AbstractContextManager[None]:
+class Recorder(Protocol):
+    """Records what a stage does for a micro-batch, in the phases F and B, or F, I and W."""
+
+    def phase(self, op: Op) -> AbstractContextManager[None]:
+        """Record what runs within the context."""
+
+    def stage_work(self) -> Any:
+        """Return what was recorded."""
+
+
+MakeRecorder = Callable[[Traffic], Recorder]
+"""(traffic of the groups of the layers) → a recorder"""
+
+
+def _unrecorded(op: Op) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -216,7 +223,7 @@ class StageRunner:
     mesh, device  from `fake_mesh` and from `without_memory`
     split         stages whose backward the schedule splits
     only_forward  measures `StageRun.kept` alone
-    records       each run has its work
+    recorder      of the work of each stage
     """
 
     def __init__(
@@ -227,7 +234,7 @@ class StageRunner:
         device: torch.device,
         split: frozenset[int],
         only_forward: bool = False,
-        records: bool = False,
+        recorder: "MakeRecorder | None" = None,
     ):
         self.config = config
         self.mesh = mesh
@@ -235,7 +242,7 @@ class StageRunner:
         self.device = device
         self.split = split
         self.only_forward = only_forward
-        self.records = records
+        self.recorder = recorder
         self.layers = describe_layers(config, mesh, device)
         self.runs: dict[tuple, tuple[StageRun, Sequence[Layer]]] = {}
 
@@ -298,18 +305,20 @@ class StageRunner:
             traffic,
             metrics,
             waiting,
-            self._work(stage) if self.records else StageWork(),
+            self._work(stage),
         )
 
-    def _work(self, stage: Stage) -> StageWork:
+    def _work(self, stage: Stage) -> Any:
         """Record one more micro-batch: the first ones allocate and compute what a stage has once."""
-        recorder = WorkRecorder(self.mesh.traffic)
+        if self.recorder is None:
+            return None
+        recorder = self.recorder(self.mesh.traffic)
         batch = planned_batch(self.config, self.device)
-        with recorder.phase(FORWARD):
+        with recorder.phase(Op.F):
             loss = self._forward(stage, batch)
         self._backward(stage, recorder.phase)
         del loss
-        return recorder.stage_work
+        return recorder.stage_work()
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
         """Measure (at_work, the workspace in it) on one layer of each sort, since more layers only add to `kept`. Of
@@ -388,12 +397,12 @@ class StageRunner:
     def _backward(self, stage: Stage, phase: Phase = _unrecorded) -> None:
         between = None if stage.is_last else self._between()
         if stage.index in self.split:
-            with phase(INPUT_HALF):
+            with phase(Op.I):
                 gradient = stage.backward_input(0, between)
-            with phase(WEIGHT_HALF):
+            with phase(Op.W):
                 stage.backward_weights(0)
         else:
-            with phase(BACKWARD):
+            with phase(Op.B):
                 gradient = stage.backward(0, between)
         if not stage.is_first:
             assert gradient is not None  # of the input, which another stage has sent

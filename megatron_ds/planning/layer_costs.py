@@ -31,11 +31,11 @@ from ..errors import ConfigError
 from ..host.regular_file import read_text
 from ..models import MODELS, Layer
 from ..mpu.agree import on_one_rank
-from ..mpu.channels import Channels
 from ..mpu.collectives import all_gather_object
 from ..mpu.context import ParallelContext
 from ..mpu.group import Group, coordinates_of
 from ..mpu.mesh import Mesh
+from ..mpu.own_channels import channels_over
 from ..tensor_parallel.init import initialize
 from .run_model import blank_batch, boundary_shape
 
@@ -271,7 +271,7 @@ def time_transfer(config: RunConfig, pp: Group, ctx: ParallelContext) -> float:
     """
     if pp.size == 1:
         return 0.0
-    channels = Channels(pp)
+    channels = channels_over(pp)
     x = _activation(config, ctx)
     device = ctx.device
     behind = (pp.rank - 1) % pp.size

@@ -24,28 +24,19 @@ from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.executor import program_length
 from ..pipeline.instruction import SENDS, Program
 from ..zero.data_groups import DataGroups
+from ..zero.gather_counts import CountedUnit, count_gathers
 from ..zero.gathering import gathering_over, units_by_parameter
 from ..zero.layout import SlotPiece
 from ..zero.matrix_owners import MatrixEntry
-from ..zero.norm import DATA_BYTES, MODEL_BYTES, NormEntry, ParameterNorms
-from ..zero.prediction import (
-    CountedUnit,
-    ElementBytes,
-    ZeroMemory,
-    count_gathers,
-    predict_places,
-    predict_sets,
-    predict_traffic,
-)
-from ..zero.set_plan import (
-    ParameterUse,
-    SetPlan,
-    is_tied,
-    norm_entries,
-    plan_parameters,
-)
+from ..zero.memory import ZeroMemory
+from ..zero.norm import DATA_BYTES, MODEL_BYTES
+from ..zero.norm_entries import norm_entries
+from ..zero.parameter_norms import NormEntry, ParameterNorms
+from ..zero.prediction import ElementBytes, predict_places, predict_sets
+from ..zero.set_plan import ParameterUse, SetPlan, is_tied, plan_parameters
 from ..zero.settings import ZeroSettings
 from ..zero.shard_optimizer import ShardOptimizer, make_leaf
+from ..zero.traffic import predict_traffic
 from ..zero.whole_matrices import WholeMatrices, whole_matrices
 from .fake_stages import FakeStage, most_kept
 from .gradient_memory import fillings_of, gradient_buffers

@@ -23,8 +23,8 @@ from ..pipeline import passes
 from ..pipeline.instruction import Op, Program, Schedule, StageCosts
 from ..pipeline.schedules import SCHEDULES, placement, stages_of
 from ..pipeline.stage_bounds import count_stages, parse_layout, partition
-from ..zero.prediction import KEEP, RELEASE
 from ..zero.settings import ZeroSettings
+from ..zero.traffic import KEEP, RELEASE
 from .layer_costs import LayerCost, Times, estimated_times, layer_costs
 from .run_model import model_layers
 

@@ -19,10 +19,10 @@ from ..config.rules.group import GroupRule, group_rules
 from ..models import build_stages, count_uses
 from ..moe.balance import StepState
 from ..mpu.agree import on_all_ranks
-from ..mpu.channels import Channels
 from ..mpu.context import SequenceSlice
 from ..mpu.managed_parameter import describe, spec_of
 from ..mpu.mesh import Mesh
+from ..mpu.own_channels import channels_over
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op, Schedule
@@ -294,7 +294,7 @@ def _build_executor(
     executor = Executor(
         lambda num_microbatches: schedule(num_microbatches)[pp_rank],
         stages,
-        Channels(mesh.group("pp")),
+        channels_over(mesh.group("pp")),
         stage_rank=plan.shape.placement.__getitem__,
         activation_shape=lambda batch: part.hidden_shape(
             batch.seq_length, batch.size, config.model.hidden_size

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
-from ..data.loading.blend import PARTS, DataPath, parse_blend, read_sources
+from ..data.loading.blend import parse_blend
+from ..data.loading.sources import PARTS, DataPath, read_sources
 from ..data.text.indexed import IndexedDataset, corpus_paths
 from ..data.text.mask_file import mask_path
 from ..data.tokenizers import Tokenizer

@@ -9,15 +9,14 @@ from functools import partial
 import torch
 
 from ..config import RunConfig
-from ..config.compared_values import compared_values
 from ..errors import CommunicationError
 from ..host import places
 from ..host.allocator import set_allocator
 from ..mpu import launch as launching
-from ..mpu.agreement import require_agreement
-from ..mpu.launch import Launch, connect_torch
-from ..mpu.mesh import GETTER_GROUPS, Mesh, set_mesh
-from ..mpu.nccl_settings import NcclSettings
+from ..mpu.agreement import Facts, require_agreement
+from ..mpu.grid import Grid
+from ..mpu.launch_facts import Launch
+from ..mpu.mesh import GETTER_GROUPS, Connect, Mesh, set_mesh
 from ..planning.run_model import DTYPES, boundary_shape
 
 logger = logging.getLogger(__name__)
@@ -44,17 +43,12 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
     if (watched := places.writer()) is not None:
         watched.phase(places.STARTING)
     try:
-        nccl = NcclSettings.over(
-            grid,
-            config.parallel.high_priority_stream_groups,
-            config.parallel.nccl_max_ctas,
-        )
-        connect = partial(connect_torch, timeout=timeout, nccl=nccl)
+        connect = None
+        if launch.world_size > 1:
+            connect = _connection(config, grid, timeout)
         mesh = Mesh(grid, launch.rank, connect, device)
         # First of all: ranks with other options would make other groups, and wait for each other.
-        facts = lambda: (
-            compared_values(config) | {"the kind of device": (device.type, "")}
-        )
+        facts = partial(_facts, config, device)
         require_agreement(mesh.group("world"), facts, RANKS_DIFFER, START_ALIKE)
         mesh.connect(GETTER_GROUPS)
         set_mesh(mesh)
@@ -68,6 +62,25 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
     finally:
         set_mesh(None)
         launching.stop()
+
+
+def _facts(config: RunConfig, device: torch.device) -> Facts:
+    """Return what must be equal on all ranks."""
+    from ..config.compared_values import compared_values
+
+    return compared_values(config) | {"the kind of device": (device.type, "")}
+
+
+def _connection(config: RunConfig, grid: Grid, timeout: timedelta) -> Connect:
+    """Return what connects the groups of several ranks."""
+    from ..mpu.nccl_settings import NcclSettings
+    from ..mpu.process_groups import connect_torch
+
+    parallel = config.parallel
+    nccl = NcclSettings.over(
+        grid, parallel.high_priority_stream_groups, parallel.nccl_max_ctas
+    )
+    return partial(connect_torch, timeout=timeout, nccl=nccl)
 
 
 def is_memory_scarce(config: RunConfig) -> bool:

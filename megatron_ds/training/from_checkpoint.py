@@ -9,7 +9,7 @@ from ..checkpoint.load import latest, read_run
 from ..checkpoint.place import place_of
 from ..checkpoint.tokenizer_files import FIELDS, local_copies
 from ..config import RunConfig, Source
-from ..config.sources.config_text import from_dict
+from ..config.saved_values import from_dict
 from ..config.sources.flags import read_flags
 from ..config.sources.reading import Setting
 from ..config.training_schedule import counts_tokens, train_span

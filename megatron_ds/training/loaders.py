@@ -15,7 +15,7 @@ class Loaders:
     test: BatchSource | None = None
 
     def compare(self) -> None:
-        """Compare what ranks with copies of their own read (`SecondReading`). Collective over the world."""
+        """Compare what ranks with copies of their own read (a feature has it). Collective over the world."""
         loaders: tuple[Any, ...] = (self.train, self.valid, self.test)
         for loader in loaders:
             if hasattr(loader, "compare"):

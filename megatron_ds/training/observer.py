@@ -23,9 +23,18 @@ from .build import Replica
 from .moments import Again, Computed, Drop, Numbers, RunStart, StepEnd, Stop
 from .observe.records import TrainRecord
 
+# Places of observers: what decides about a step comes first, and what measures it is innermost around it.
+FIRST = -1
+LAST = 1
+
 
 class Observer:
-    """The base class of observers. Its methods do nothing; override those that matter."""
+    """The base class of observers. Its methods do nothing; override those that matter.
+
+    place: in the order in which observers are called, the lowest first, where they are made in another order
+    """
+
+    place = 0
 
     def built(self, replica: Replica) -> None:
         """Take note of the model before a checkpoint is loaded.

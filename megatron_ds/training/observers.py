@@ -22,8 +22,10 @@ from ..features import features
 from ..progress.ramps import Progress
 from .build import Replica
 from .moments import Again, Computed, Drop, Numbers, RunStart, StepEnd, Stop
+from .observe.data_stalls import DataStalls
+from .observe.facts import Facts
+from .observe.ran_kernels import RanKernels
 from .observe.records import TrainRecord
-from .observe.switches import AFTER_FEATURES, BEFORE_FEATURES, switched_on
 from .observer import Observer
 
 T = TypeVar("T")
@@ -147,8 +149,8 @@ class Observers(Observer):
 
 
 def observers_of(config: RunConfig) -> Observers:
-    """Return the observers of a run: the package's own that options ask for, around those of features."""
+    """Return the observers of a run: those that every run has, around those of features."""
     made = (make(config) for feature in features() for make in feature.observers)
     of_features = [observer for observer in made if observer is not None]
-    first = switched_on(BEFORE_FEATURES, config)
-    return Observers([*first, *of_features, *switched_on(AFTER_FEATURES, config)])
+    of_features.sort(key=lambda observer: observer.place)
+    return Observers([Facts(), *of_features, RanKernels(), DataStalls()])

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,13 +37,13 @@ from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, Tokenizer
 from ..errors import ConfigError, DeviceMemoryError
-from ..features import features, missing_wings
+from ..features import Provided, features, missing_wings
 from ..launch_env import rank_in, size_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import on_all_ranks, on_one_rank
 from ..mpu.collectives import all_gather_object
-from ..mpu.launch import Launch
+from ..mpu.launch_facts import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
@@ -62,9 +61,7 @@ from .base_weights import (
     started_from_pretrained,
 )
 from .build import Replica, build_replica
-from .data_facts import require_same_data
 from .distributed import joined
-from .evaluation_tasks import check_evaluation_tasks
 from .foreign_checkpoints import folder_of_model, foreign_checkpoints
 from .from_checkpoint import (
     options_of_checkpoint,
@@ -74,8 +71,6 @@ from .from_checkpoint import (
 from .loaders import Loaders
 from .objective import Prepare, open_objective
 from .observe.log import Log, check_log, open_log
-from .observe.profile_check import check_profile
-from .observe.sink import check_folder
 from .observers import observers_of
 from .restart import continued
 from .run_checkpoint import (
@@ -97,7 +92,6 @@ from .samples import (
     rearranged,
     wanted_samples,
 )
-from .startup_text import describe
 from .trainer import Trainer
 
 # Options that name an entry of a registry. config/ lies below the registries and cannot import them.
@@ -108,6 +102,8 @@ KNOWN_NAMES: KnownNames = {
     "data.tokenizer_type": TOKENIZERS,
     "data.dataloader_type": ORDERS,
 }
+# (Loaders, the copy of the data that each rank has, Mesh) -> Loaders that compare what ranks read of them.
+SECOND_READING: Provided[Any] = Provided("second reading")
 logger = logging.getLogger(__name__)
 
 
@@ -322,10 +318,13 @@ def _open(as_given: RunConfig, recorded: RunConfig, mesh: Mesh) -> Opened:
     description = describe_run(config, recorded, tokenizer, start.run_id)
     description |= {"planned_samples": planned}
     identity = description["identity"]
-    copies = require_same_data(config, identity, tokenizer, loaders, world)
-    if copies is not None:
-        from .second_reading import with_second_reading
+    copies = None
+    if world.size > 1:
+        from .data_facts import require_same_data
 
+        copies = require_same_data(config, identity, tokenizer, loaders, world)
+    with_second_reading = None if copies is None else SECOND_READING.find()
+    if with_second_reading is not None:
         loaders = with_second_reading(loaders, copies, mesh)
     # The weights.
     if start.step is not None:
@@ -350,8 +349,9 @@ def _build(opened: Opened, mesh: Mesh, source: str) -> Replica:
     """Build the model and its optimizer, and describe them in the log. Collective over the world."""
     config = opened.config
     replica = build_replica(config, mesh, plan_replica(config, mesh))
-    if mesh.rank == 0:
-        logger.info("%s", describe(replica, source, opened.as_given))
+    for feature in features():
+        if mesh.rank == 0 and feature.described is not None:
+            logger.info("%s", feature.described(replica, source, opened.as_given))
     for feature in features():
         prepared = "" if feature.prepared is None else feature.prepared(replica)
         if prepared:
@@ -512,17 +512,14 @@ def _open_data(
 
 
 def _check_outputs(config: RunConfig, mesh: Mesh) -> None:
-    """Raises ConfigError or CheckpointError when an output file or folder cannot be written, or a profile not be
-    made on the device."""
-    check_profile(config.profiler, mesh.device)
+    """Raises ConfigError or CheckpointError when an output file or folder cannot be written."""
+    for feature in features():
+        if feature.outputs is not None:
+            feature.outputs(config, mesh)
     if config.checkpoint.save:
         check_writable(place_of(config.checkpoint.save))
-    if config.logging.trace:
-        check_folder("--trace", Path(config.logging.trace))
     if mesh.rank == 0:
         check_log(config)
-        if config.train.eval_tasks:
-            check_evaluation_tasks()
 
 
 @contextmanager

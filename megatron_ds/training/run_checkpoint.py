@@ -35,12 +35,12 @@ from ..checkpoint.save import Saving
 from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
 from ..config.options.training import CheckpointConfig
-from ..config.sources.config_text import to_dict
-from ..data.loading.blend import parse_split, read_sources
+from ..config.saved_values import to_dict
 from ..data.loading.datasets import identify
+from ..data.loading.sources import parse_split, read_sources
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError, ConfigError, MismatchError
-from ..features import record
+from ..features import changed_samples, record
 from ..launch_env import run_in
 from ..models.identity import (
     MOE_FIELDS,
@@ -283,8 +283,8 @@ def _data_identity(config: RunConfig) -> dict:
         identity["blend_weights"] = data.blend_weights
     if config.sample_order is not None:
         identity |= config.sample_order.identity
-    if data.fim_data:
-        identity["fill_in_the_middle"] = data.fill_in_the_middle
+    for changed in changed_samples(config):
+        identity |= changed.identity(config)
     return identity | data_kind(config).identity(config)
 
 

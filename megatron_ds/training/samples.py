@@ -20,6 +20,7 @@ from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
 from ..data.tokenizers.base import Tokenizer
 from ..errors import CheckpointError
+from ..features import changed_samples
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
 from ..mpu.group import Group
@@ -83,21 +84,10 @@ def planned_samples(run: Mapping, config: RunConfig) -> list[int]:
 
 
 def rearranged(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer) -> Datasets:
-    """Return the datasets, with samples rearranged by --fim-data and related options."""
-    if not config.data.fim_data:
-        return datasets
-    # Loaded by runs that rearrange.
-    from ..data.samples.fim import FIMDataset, make_fim
-
-    fim = make_fim(config.data, tokenizer)
-    return Datasets(
-        *(
-            None
-            if dataset is None
-            else FIMDataset(dataset, fim, config.train.seed + 1000 * part)
-            for part, dataset in enumerate(datasets)
-        )
-    )
+    """Return the datasets, with the changes of features."""
+    for changed in changed_samples(config):
+        datasets = changed.change(datasets, config, tokenizer)
+    return datasets
 
 
 def warn_without_ends(data: DataConfig, dataset: Dataset | None, eod: int) -> None:

@@ -8,12 +8,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..batch.batch import Batch
 from ..config.options.training import DECOUPLED_RATE, MAIN_RATE
 from ..errors import MegatronDSError
+from ..features import Provided
 from ..host import places
 from ..mpu.host_reads import read_numbers
 from ..progress.ramps import Progress
@@ -24,6 +26,8 @@ from .moments import Computed, Drop
 from .observer import Observer
 from .step_metrics import StepMetrics, StepReport
 
+# (layers by name, weights, function that runs the forward again, Mesh) -> the first value that is not finite.
+LOCATOR: Provided[Any] = Provided("locator of values that are not finite")
 logger = logging.getLogger(__name__)
 NOT_OBSERVED = Observer()
 
@@ -191,22 +195,22 @@ def _report_nonfinite(
     """Locate the first NaN, then raise or warn. Collective over the world."""
     if replica.seeks_loss_scale:
         return
-    # Loaded by runs that need it.
-    from .nan_locator import locate_nonfinite
-
     weights = [
         (p.spec.name, p.tensor)
         for p in replica.optimizer.pieces()
         if p.kind == "weight"
     ]
     rerun = lambda: replica.executor.forward(microbatches)
-    where = locate_nonfinite(replica.layers, weights, rerun, replica.mesh)
+    locate = LOCATOR.find()
+    where = ""
+    if locate is not None:
+        where = f", {locate(replica.layers, weights, rerun, replica.mesh)}"
     also = "".join(
         f", {name} {mean}"
         for name, mean in report.named.items()
         if name in report.terms or not math.isfinite(mean)
     )
-    message = f"loss is {report.loss}{also} at iteration {progress.step + 1}, {where}"
+    message = f"loss is {report.loss}{also} at iteration {progress.step + 1}{where}"
     if replica.config.train.check_for_nan == "stop":
         raise NonFiniteLossError(
             f"{message}. The step was not applied; the last checkpoint is not affected. Lower the learning "

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ..errors import MegatronDSError
-from ..host.memory_maps import huge_page_zeros
+from ..host.large_pages import huge_page_zeros
 from ..mpu.collectives import all_reduce_, settle
 from ..mpu.group import Group, Waitable
 from ..mpu.managed_parameter import accumulate, no_accumulator, spec_of

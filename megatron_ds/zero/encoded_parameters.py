@@ -58,7 +58,6 @@ class EncodedParameters(BlockParameters):
         self.units = [self._make_unit(*plan, parameters) for plan in unit_plans]
 
     def opened(self, parameters: Sequence[nn.Parameter]) -> list[StatePiece]:
-        """Return the weights of this rank's parts in new memory of the host, which `refresh` encodes."""
         data = self.ranks.data
         # Where the ranks divide the weights, each writes and reads its own.
         replica = (0, 1) if self.sharded else (data.rank, data.size)

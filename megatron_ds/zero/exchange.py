@@ -28,8 +28,8 @@ from typing import Protocol
 
 import torch
 
-from ..host.async_io import Then
 from ..host.side_streams import Mark, SideStream, side_stream
+from ..host.transfers import Then
 from ..mpu.collectives import all_reduce_, is_read, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Waitable
 from .data_groups import Hierarchy

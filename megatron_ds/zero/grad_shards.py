@@ -25,7 +25,7 @@ from functools import partial
 import torch
 
 from ..errors import MegatronDSError
-from ..host.async_io import Then
+from ..host.transfers import Then
 from ..mpu.collectives import progress
 from .buckets import GradientStore, Holder, Reduction
 from .exchange import BufferPool

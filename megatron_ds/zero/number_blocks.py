@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from ..config.added_weights import FROZEN_BLOCK
 from ..mpu.collectives import all_gather_into_, all_to_all_
 from ..mpu.group import AllOf, Group, Work
 from ..ops.normal_float import bytes_of_decoding, decode_normal, encode_normal
@@ -106,6 +107,13 @@ class NormalBlocks(Blocks):
 
     def bytes_of_decoding(self, numel: int) -> int:
         return bytes_of_decoding(numel)
+
+
+# bits of frozen weights → their format
+FROZEN_BLOCKS = {
+    8: Blocks(8, FROZEN_BLOCK),
+    4: NormalBlocks(4, FROZEN_BLOCK),
+}
 
 
 def gather_into(out: EncodedBlocks, mine: EncodedBlocks, group: Group) -> Work:

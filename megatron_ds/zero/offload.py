@@ -9,23 +9,26 @@ State in host memory is updated in place: the same code then copies nothing. (Re
 arXiv:2101.06840; on disks Rajbhandari et al. 2021, arXiv:2104.07857, section 5.)
 
 A *sub-group* is a run of pieces in one bucket, so that it is one interval of every flat buffer that holds a
-part of it (weights, gradients, moments). Sub-groups begin at a page of a file for every dtype.
-`plan_sub_groups` cuts them, a pure function.
+part of it (weights, gradients, moments): see sub_groups.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from ..mpu.group import DONE, Waitable
 from ..mpu.param_spec import ParamSpec
 from ..optim import MakeOptimizer, ParamGroup
-from .layout import Layout, SlotPiece
-from .norm import ParameterNorms
+from .arrays import Array, Tier
+from .buckets import GradientStore
+from .memory_tier import Buffers
+from .offloaded import OffloadedLeaves
+from .param_store import ParameterStore
+from .parameter_norms import ParameterNorms
 from .shard_optimizer import Leaf, Rates, ShardOptimizer, make_leaf
-from .tiers import Array, Buffers, Tier
+from .sub_groups import SubGroupPlan
 
 HOST = torch.device("cpu")
 MASTER = "master"
@@ -33,68 +36,6 @@ GRAD = "grad"
 LOW = "low"
 # Sub-groups in buffers at a time: one being read, one updated, one written.
 IN_FLIGHT = 3
-PAGE_ELEMENTS = 2048  # of 16 bits in a page of 4096 bytes
-
-
-@dataclass(frozen=True)
-class SubGroupPlan:
-    """Consecutive pieces of one bucket. begin: offset of the first in this rank's part of the bucket."""
-
-    bucket: int
-    begin: int
-    pieces: tuple[SlotPiece, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements, padding included."""
-        return sum(piece.padded_numel for piece in self.pieces)
-
-
-def plan_sub_groups(
-    layout: Layout, pieces: Sequence[SlotPiece], elements: int, ratio: float
-) -> tuple[tuple[SubGroupPlan, ...], tuple[SlotPiece, ...]]:
-    """(sub-groups, pieces that stay on the device): the first `ratio` of all elements are offloaded.
-
-    pieces: of this rank, in buffer order; cut where a sub-group ends. elements: of a sub-group, about.
-    """
-    elements = max(elements // PAGE_ELEMENTS, 1) * PAGE_ELEMENTS
-    left = round(sum(piece.padded_numel for piece in pieces) * ratio)
-    groups: list[SubGroupPlan] = []
-    stay: list[SlotPiece] = []
-    for bucket, in_bucket in groupby(
-        pieces, lambda piece: layout.slots[piece.slot].bucket
-    ):
-        away, rest = _cut(
-            list(in_bucket), -(-max(left, 0) // PAGE_ELEMENTS) * PAGE_ELEMENTS
-        )
-        stay += rest
-        begin = 0
-        while away:
-            first, away = _cut(away, elements)
-            groups.append(SubGroupPlan(bucket, begin, tuple(first)))
-            begin += groups[-1].numel
-        left -= begin
-    return tuple(groups), tuple(stay)
-
-
-def _cut(pieces: list[SlotPiece], room: int) -> tuple[list[SlotPiece], list[SlotPiece]]:
-    """Return the first `room` elements, padding included, and the rest. room: a multiple of the alignment."""
-    for k, piece in enumerate(pieces):
-        if room == 0:
-            return pieces[:k], pieces[k:]
-        if piece.padded_numel > room:
-            middle = piece.start + room
-            first = replace(piece, stop=middle, padded_numel=room)
-            rest = replace(
-                piece,
-                start=middle,
-                flat=piece.flat + room,
-                offset=piece.offset + room,
-                padded_numel=piece.padded_numel - room,
-            )
-            return [*pieces[:k], first], [rest, *pieces[k + 1 :]]
-        room -= piece.padded_numel
-    return pieces, []
 
 
 class Each:
@@ -261,11 +202,13 @@ class SubGroup:
         self.arrays |= zip(self._state_names, made)
 
 
-class OffloadedUpdate:
+class OffloadedUpdate(OffloadedLeaves):
     """Updates sub-groups one after the other, while the next is read and the last is written."""
 
+    groups: list[SubGroup]
+
     def __init__(self, page_locked: bool = False):
-        self.groups: list[SubGroup] = []
+        self.groups = []
         self._buffers = [Buffers(page_locked) for _ in range(IN_FLIGHT)]
 
     @property
@@ -275,18 +218,15 @@ class OffloadedUpdate:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the buffers in which state is brought to the host."""
         return sum(buffers.nbytes for buffers in self._buffers)
 
     def optimizers(self) -> dict[int, ShardOptimizer]:
-        """Return the optimizer of each leaf, by the `id` of the leaf's tensor."""
         found: dict[int, ShardOptimizer] = {}
         for group in self.groups:
             found |= {id(leaf.tensor): group.optimizer for leaf in group.leaves}
         return found
 
     def step(self, lr: Rates, weight_decay: float, divisor: float) -> None:
-        """Update all sub-groups in turn, with the numbers of `ShardOptimizer.step`."""
         for group, staged in self._in_turn():
             group.update(staged, lr, weight_decay, divisor)
 
@@ -306,6 +246,33 @@ class OffloadedUpdate:
         )
         for group, staged in self._in_turn(unread=(GRAD,), unwritten=states):
             group.finish(staged, reduced, norms)
+
+    def add(
+        self,
+        plan: SubGroupPlan,
+        store: ParameterStore,
+        buckets: GradientStore,
+        specs: Sequence[ParamSpec],
+        param_groups: Sequence[ParamGroup],
+        tier: Tier,
+    ) -> SubGroup:
+        """Make a sub-group whose masters and moments are in a tier. specs: by slot."""
+        first = plan.pieces[0]
+        numel = plan.numel
+        weights = store.array_of(first, numel)
+        start = buckets.start_of(first)
+        arrays = {MASTER: weights, GRAD: Array(buckets.flat[start : start + numel])}
+        if weights.tensor.dtype != torch.float32:
+            [arrays[MASTER]] = tier.arrays([numel], torch.float32)
+            arrays[LOW] = weights
+            buffer = self.buffers.get(
+                MASTER, arrays[MASTER].padded_numel, torch.float32
+            )
+            buffer[:numel].copy_(weights.tensor)
+            arrays[MASTER].write(buffer).wait()
+        group = SubGroup(plan, specs, arrays, tier, param_groups, self.buffers)
+        self.groups.append(group)
+        return group
 
     def _in_turn(
         self, unread: Sequence[str] = (), unwritten: Sequence[str] = ()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,28 +26,31 @@ from torch import nn
 from ..mpu.collectives import barrier
 from ..mpu.host_reads import read_numbers
 from ..mpu.managed_parameter import spec_of
+from ..optim import MakeOptimizer
 from .arrival import Arrivals, is_gathered_whole
+from .copies import copy_each
 from .data_groups import DATA_AXES, DataGroups
-from .encoded_parameters import EncodedParameters
 from .exchange import BufferPool, reads_in_place
-from .gathering import LayerGathering
 from .gradient_checksum import GradientChecksum
-from .norm import (
-    ParameterNorms,
-    count_zeros,
-    sum_over_ranks,
-)
-from .offload import HOST, OffloadedUpdate, UpdateInHalves
-from .param_store import Draw, ShardedParameters
-from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
-from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
-from .set_plan import ParameterUse, SetPlan, norm_entries, plan_parameters
+from .memory import ZeroMemory
+from .norm import count_zeros, sum_over_ranks
+from .offload_settings import DEVICE
+from .offloaded import OffloadedLeaves
+from .param_store import Draw
+from .parameter_set import ParameterSet, SetMaker, TiedGradients
+from .set_plan import ParameterUse, SetPlan, plan_parameters
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, Rates, ShardOptimizer
 from .state_piece import StatePiece
-from .tiers import DEVICE, copy_each, open_tiers
+from .tiers import open_tiers
+from .traffic import in_turn, predict_traffic
 from .unused import PathCheck
-from .whole_matrices import whole_matrices
+
+if TYPE_CHECKING:
+    from .gathering import LayerGathering
+    from .offload import UpdateInHalves
+    from .parameter_norms import ParameterNorms
+    from .whole_matrices import WholeMatrices
 
 # As in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1.
 CLIP_EPSILON = 1e-6
@@ -102,7 +105,7 @@ class ZeroOptimizer:
         # Sets of parameters, with their weights and gradients.
         self.exchange = settings.make_exchange(self.device)
         self.checksum = GradientChecksum(self.device) if settings.checksums else None
-        self.offloaded = OffloadedUpdate(page_locked=self.device.type == "cuda")
+        self.offloaded = self._make_offloaded()
         self._tiers = open_tiers(settings.offload, self.device)
         readers = (
             groups.ranks_of(DATA_AXES).inner if reads_in_place(self.exchange) else None
@@ -110,29 +113,16 @@ class ZeroOptimizer:
         self._pool = BufferPool(settings.grad_dtype, self.device, readers)
         plans = plan_parameters(parameters, settings, groups, use)
         self.sets = self._make_sets(plans, parameters, draw)
-        self._gathering = {
-            stage: make_gathering(use, stage, self.sets, settings.prefetch)
-            for stage in use.layers
-        }
+        self._gathering = self._make_gathering()
         self._tied = TiedGradients(self.sets, groups)
         paths = [gathering.path for gathering in self._gathering.values()]
         self.path_check = PathCheck(settings.unused, groups.data, groups.model, paths)
         # The optimizers of what is on the device.
         leaves = [leaf for s in self.trained for leaf in s.resident]
-        norms_on = lambda device: ParameterNorms(
-            norm_entries(plans, parameters, settings, groups), groups, device
-        )
-        asks = any(group.traits.needs_norms for group in settings.param_groups)
-        norms = norms_on(self.device) if asks else None
-        matrices = whole_matrices(
-            plans, parameters, settings.param_groups, groups, self.device
-        )
+        norms = self._make_norms(plans, parameters, self.device)
+        matrices = self._make_matrices(plans, parameters)
         self.resident = ShardOptimizer(settings.param_groups, leaves, norms, matrices)
-        self._in_halves = None
-        if norms is not None and settings.offload.optimizer != DEVICE:
-            self._in_halves = UpdateInHalves(
-                self.resident, self.offloaded, norms, norms_on(HOST)
-            )
+        self._in_halves = self._make_halves(plans, parameters, norms)
         self._hook = settings.update_rule.make_hook(
             sets=self.trained,
             groups=groups,
@@ -162,8 +152,67 @@ class ZeroOptimizer:
         )
         return [maker.make(plan, parameters) for plan in plans]
 
+    # What only some runs have is loaded by them.
+    def _make_offloaded(self) -> OffloadedLeaves:
+        if self.settings.offload.optimizer == DEVICE:
+            return OffloadedLeaves()
+        from .offload import OffloadedUpdate
+
+        return OffloadedUpdate(page_locked=self.device.type == "cuda")
+
+    def _make_gathering(self) -> "dict[int, LayerGathering]":
+        """Return the gathering of each stage, if parameters are in shards."""
+        if not any(s.plan.units for s in self.sets):
+            return {}
+        from .stage_gathering import make_gathering
+
+        return {
+            stage: make_gathering(self._use, stage, self.sets, self.settings.prefetch)
+            for stage in self._use.layers
+        }
+
+    def _make_norms(
+        self,
+        plans: Sequence[SetPlan],
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+    ) -> "ParameterNorms | None":
+        if not any(group.traits.needs_norms for group in self.settings.param_groups):
+            return None
+        from .norm_entries import norm_entries
+        from .parameter_norms import ParameterNorms
+
+        entries = norm_entries(plans, parameters, self.settings, self.groups)
+        return ParameterNorms(entries, self.groups, device)
+
+    def _make_matrices(
+        self, plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter]
+    ) -> "dict[MakeOptimizer, WholeMatrices]":
+        param_groups = self.settings.param_groups
+        if not any(group.traits.needs_matrices for group in param_groups):
+            return {}
+        from .whole_matrices import whole_matrices
+
+        return whole_matrices(plans, parameters, param_groups, self.groups, self.device)
+
+    def _make_halves(
+        self,
+        plans: Sequence[SetPlan],
+        parameters: Sequence[nn.Parameter],
+        norms: "ParameterNorms | None",
+    ) -> "UpdateInHalves | None":
+        """Return the update of a run whose norms are sums over the device and over offloaded state."""
+        if norms is None or self.settings.offload.optimizer == DEVICE:
+            return None
+        from .offload import HOST, OffloadedUpdate, UpdateInHalves
+
+        assert isinstance(self.offloaded, OffloadedUpdate)
+        host_norms = self._make_norms(plans, parameters, HOST)
+        assert host_norms is not None
+        return UpdateInHalves(self.resident, self.offloaded, norms, host_norms)
+
     # -------------------------------------------------------------------------------- parameters in shards
-    def gathering_of(self, stage: int) -> LayerGathering | None:
+    def gathering_of(self, stage: int) -> "LayerGathering | None":
         """Return the gathering whose `enter` and `leave` are called around the layers of a stage; None if parameters
         are always whole."""
         gathering = self._gathering.get(stage)
@@ -383,8 +432,7 @@ class ZeroOptimizer:
         """Frozen weights that are kept encoded, in new memory of the host, to be loaded: `after_load` encodes them."""
         pieces = []
         for s in self.sets:
-            if isinstance(s.store, EncodedParameters):
-                pieces += s.store.opened(s.parameters)
+            pieces += s.store.opened(s.parameters)
         return pieces
 
     def pieces_of_worker(self) -> Iterator[StatePiece]:
@@ -447,11 +495,7 @@ class ZeroOptimizer:
             for group in s.sub_groups:
                 places[offload.optimizer] += sum(group.state_bytes())
         if offload.parameters != DEVICE:
-            places[offload.parameters] += sum(
-                s.store.shard_bytes
-                for s in self.sets
-                if isinstance(s.store, ShardedParameters)
-            )
+            places[offload.parameters] += sum(s.store.tier_bytes for s in self.sets)
         places[DEVICE] = self.memory().total - places.total()
         return dict(+places)  # of several bytes: + drops places without any
 
@@ -476,10 +520,14 @@ class ZeroOptimizer:
 
         moments: see `count_gathers`; needed if stages share parameters, because their order matters then
         """
-        gathers, _ = count_gathers(
-            self._gathering,
-            moments or in_turn(self._gathering, microbatches, keeps_gathered),
-        )
+        gathers: Mapping[Any, int] = {}
+        if self._gathering:
+            from .gather_counts import count_gathers
+
+            gathers, _ = count_gathers(
+                self._gathering,
+                moments or in_turn(self._gathering, microbatches, keeps_gathered),
+            )
         itemsize = self.sets[0].parameters[0].dtype.itemsize if self.sets else 0
         rule = self.settings.update_rule
         sent = predict_traffic(

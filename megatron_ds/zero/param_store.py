@@ -1,5 +1,5 @@
 """The parameters of one set, in flat buffers: whole on every rank (`WholeParameters`) or in shards
-(`ShardedParameters`).
+(sharded_parameters.py).
 
     fp32 model     flat  |w2|b2| w1 |     the update writes the model itself
     16-bit model   flat  |w2|b2| w1 |     the update writes fp32 masters and rounds them into flat
@@ -9,19 +9,23 @@ place, or in ZeRO 3 layer by layer when it is needed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ..host.memory_maps import huge_page_zeros
+from ..host.large_pages import huge_page_zeros
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Waitable
 from ..mpu.managed_parameter import spec_of
 from ..mpu.param_spec import ParamSpec
+from .arrays import Array
 from .data_groups import Hierarchy
-from .gathering import MappedUnit, SharedParts, Unit
-from .layout import Layout, ShardPiece, SlotPiece
-from .tiers import Array, Tier
+from .layout import Layout, SlotPiece
+from .state_piece import StatePiece
+
+if TYPE_CHECKING:
+    from .gathering import Unit
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
@@ -34,9 +38,11 @@ class ParameterStore:
     sharded  each rank updates its shard only
     pieces   what this rank updates
     units    what is gathered layer by layer; empty if parameters are whole
+    tier_bytes  bytes of weights that may be in an offload tier
     """
 
-    units: Sequence[Unit] = ()
+    units: "Sequence[Unit]" = ()
+    tier_bytes = 0
 
     def __init__(self, layout: Layout, ranks: Hierarchy, sharded: bool):
         self.layout = layout
@@ -63,6 +69,10 @@ class ParameterStore:
     def array_of(self, first: SlotPiece, numel: int) -> Array:
         """`numel` weights from the beginning of a piece on, in one bucket."""
         raise NotImplementedError
+
+    def opened(self, parameters: Sequence[nn.Parameter]) -> list[StatePiece]:
+        """Return what is kept encoded, in new memory of the host, which `refresh` encodes. parameters: by slot."""
+        return []
 
     def refresh(self) -> None:
         """Make the updates of all ranks visible, after each rank has updated its pieces: on return, or when
@@ -139,147 +149,6 @@ class WholeParameters(ParameterStore):
     def wait(self, buckets: Iterable[int] | None = None) -> None:
         for bucket in [*self._under_way] if buckets is None else buckets:
             self._under_way.pop(bucket, DONE).wait()
-
-
-class ShardedParameters(ParameterStore):
-    """A `ParameterStore` of parameters in shards, gathered by units (ZeRO 3).
-
-        part     this rank's weights, in a tier: on the device, in host memory or on a disk. There are as many
-                 parts as an inner group has ranks (data_groups.py), which are the ranks that gather. This
-                 rank updates its shard of it
-        flat     of each unit, when gathered
-
-    unit_plans  (layer, first bucket, last bucket + 1), in the order of the buckets
-    tier        of the parts, unless ranks share their memory
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        layout: Layout,
-        ranks: Hierarchy,
-        unit_plans: Sequence[tuple[int, int, int]],
-        device: torch.device,
-        tier: Tier,
-        draw: Draw | None,
-    ):
-        super().__init__(layout, ranks, sharded=True)
-        self._device = device
-        here = ranks.inner.rank, ranks.inner.size
-        self._parts = layout.shard_pieces(*here)
-        dtype = parameters[0].dtype
-        shares = ranks.inner.memory and tier.is_plain
-        self._shared = SharedParts(layout, ranks.inner, dtype) if shares else None
-        self._arrays = (
-            self._shared.arrays
-            if self._shared  # one for each bucket
-            else tier.arrays([part.stop - part.start for part in self._parts], dtype)
-        )
-        for piece in layout.slot_intersections(*here):
-            fill(
-                self.values_of(piece)[: piece.stop - piece.start],
-                parameters[piece.slot],
-                piece.start,
-                draw,
-            )
-        tier.settle()
-        self.units = [
-            self._make_unit(*unit_plan, parameters) for unit_plan in unit_plans
-        ]
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of this rank's parts."""
-        return sum(array.tensor.nbytes for array in self._arrays)
-
-    @property
-    def is_shared(self) -> bool:
-        return self._shared is not None
-
-    @property
-    def nbytes(self) -> int:
-        return self.shard_bytes + sum(
-            unit.nbytes for unit in self.units if not unit.is_free
-        )
-
-    def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """Return the weights of a piece in this rank's part."""
-        bucket = self.layout.slots[piece.slot].bucket
-        start = piece.flat - self._parts[bucket].start
-        return self._arrays[bucket].tensor[start : start + piece.padded_numel]
-
-    def array_of(self, first: SlotPiece, numel: int) -> Array:
-        bucket = self.layout.slots[first.slot].bucket
-        start = first.flat - self._parts[bucket].start
-        return self._arrays[bucket].part(start, start + numel)
-
-    def refresh(self) -> None:
-        """Make the updates of all ranks visible, when units are gathered. Collective over the outer group."""
-        for unit in self.units:
-            unit.claims.clear()
-            unit.free()
-        if self.ranks.outer.size > 1:
-            shards = self.layout.shard_pieces(self.ranks.shard)
-            works = [
-                self._refresh_part(*of) for of in zip(self._arrays, self._parts, shards)
-            ]
-            for work in works:
-                work.wait()
-
-    def _refresh_part(
-        self, array: Array, part: ShardPiece, shard: ShardPiece
-    ) -> Waitable:
-        """An offloaded array is copied to the device for it."""
-        start = shard.start - part.start
-        stop = shard.stop - part.start
-        if array.is_at(self._device, array.tensor.dtype):
-            return all_gather_into_(
-                array.tensor, array.tensor[start:stop], self.ranks.outer, async_op=True
-            )
-        near = torch.empty(
-            part.stop - part.start, dtype=array.tensor.dtype, device=self._device
-        )
-        array.part(start, stop).read(near[start:stop]).wait()
-        all_gather_into_(near, near[start:stop], self.ranks.outer)
-        array.write(near).wait()
-        return DONE
-
-    def _make_unit(
-        self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]
-    ) -> Unit:
-        buckets = self.layout.buckets[first:stop]
-        group = self.ranks.gathering
-        start = buckets[0].start
-        dtype = parameters[0].dtype
-        if self._shared:
-            unit: Unit = MappedUnit(
-                layer, first, stop - 1, dtype, self._shared.map(first, stop), group
-            )
-        else:
-            flat = torch.empty(
-                buckets[-1].stop - start, dtype=dtype, device=self._device
-            )
-            unit = Unit(layer, first, stop - 1, flat, group)
-        unit.buckets = [
-            (unit.flat[bucket.start - start : bucket.stop - start], array)
-            for bucket, array in zip(buckets, self._arrays[first:stop])
-        ]
-        show_unit(unit, self.layout, parameters)
-        return unit
-
-
-def show_unit(unit: Unit, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
-    """Make the parameters of a new unit views of its flat buffer, then free it.
-
-    parameters: of the whole set, by slot
-    """
-    buckets = layout.buckets[unit.first_bucket : unit.last_bucket + 1]
-    start = buckets[0].start
-    for i in range(buckets[0].first_slot, buckets[-1].last_slot):
-        slot = layout.slots[i]
-        p = parameters[i]
-        become(p, unit.flat[slot.start - start : slot.stop - start].view(p.shape))
-    unit.free()  # only now: views cannot be made of a storage of no bytes
 
 
 @torch.no_grad()

@@ -7,38 +7,31 @@ buffer of its own, on the device or, with its moments, in the tier that they are
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ..host.memory_maps import huge_page_zeros
+from ..host.large_pages import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, solo
 from ..mpu.managed_parameter import spec_of
 from .buckets import GradBuckets, GradientStore, Holder, Reduction
 from .data_groups import DataGroups, Hierarchy
-from .encoded_parameters import EncodedParameters
 from .exchange import BufferPool, GradientExchange
-from .gathering import LayerGathering, gathering_over, units_by_parameter
-from .grad_shards import GradShards
 from .gradient_checksum import GradientChecksum
 from .layout import SlotPiece
 from .norm import is_counted, norm_views
-from .offload import (
-    GRAD,
-    LOW,
-    MASTER,
-    OffloadedUpdate,
-    SubGroup,
-    SubGroupPlan,
-    plan_sub_groups,
-)
-from .param_store import Draw, ParameterStore, ShardedParameters, WholeParameters
-from .quantized_parameters import QuantizedParameters
-from .set_plan import SHARED, ParameterUse, SetPlan, is_tied
+from .offloaded import OffloadedLeaves
+from .param_store import Draw, ParameterStore, WholeParameters
+from .set_plan import ParameterUse, SetPlan, is_tied
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, make_leaf
-from .tiers import Array, MemoryTier, Tiers
+from .tiers import Tiers
+
+if TYPE_CHECKING:
+    from .offload import SubGroup
+    from .sub_groups import SubGroupPlan
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class ParameterSet:
     buckets: GradientStore | None
     masters: torch.Tensor | None
     resident: list[Leaf]
-    sub_groups: list[SubGroup]
+    sub_groups: "list[SubGroup]"
     norm_views: list[torch.Tensor]
     padding: int = 0
 
@@ -94,7 +87,7 @@ class SetMaker:
     pool: BufferPool
     exchange: GradientExchange
     tiers: Tiers
-    update: OffloadedUpdate
+    update: OffloadedLeaves
     checksum: GradientChecksum | None = None
 
     @property
@@ -118,10 +111,7 @@ class SetMaker:
             )
         # Masters: the first part of them in an offload tier, the rest on the device.
         buckets = self._buckets(plan, parameters)
-        ratio = self.settings.offload.ratio if self.tiers.optimizer else 0.0
-        away, stay = plan_sub_groups(
-            plan.layout, store.pieces, self.settings.offload.sub_group_elements, ratio
-        )
+        away, stay = self._divided(plan, store)
         masters, resident = self._resident(store, buckets, plan, parameters, stay)
         sub_groups = [
             self._sub_group(group_plan, store, buckets, parameters)
@@ -154,24 +144,26 @@ class SetMaker:
             return WholeParameters(
                 parameters, plan.layout, ranks, sharded, self.device, self.draw
             )
+        # The modules of other stores are loaded by the runs that have them.
+        units = plan.units
         if plan.blocks is None:
-            tier = self.tiers.parameters or MemoryTier(self.device)
+            from .sharded_parameters import ShardedParameters
+
+            tier = self.tiers.parameters
             return ShardedParameters(
-                parameters, plan.layout, ranks, plan.units, self.device, tier, self.draw
+                parameters, plan.layout, ranks, units, self.device, tier, self.draw
             )
         # In codes: those of frozen weights alone, or beside what an update writes.
-        kind = EncodedParameters if plan.encoded else QuantizedParameters
-        if plan.encoded and plan.policy.parameter is None:
-            ranks = Hierarchy.flat(solo())
-        return kind(
-            parameters,
-            plan.layout,
-            ranks,
-            plan.units,
-            self.device,
-            plan.blocks,
-            self.draw,
-        )
+        format = self.device, plan.blocks, self.draw
+        if plan.encoded:
+            from .encoded_parameters import EncodedParameters
+
+            if plan.policy.parameter is None:
+                ranks = Hierarchy.flat(solo())
+            return EncodedParameters(parameters, plan.layout, ranks, units, *format)
+        from .quantized_parameters import QuantizedParameters
+
+        return QuantizedParameters(parameters, plan.layout, ranks, units, *format)
 
     def _buckets(
         self, plan: SetPlan, parameters: Sequence[nn.Parameter]
@@ -205,6 +197,8 @@ class SetMaker:
                 stays_whole=self.settings.update_rule.keeps_gradients,
                 dtype=self.pool.dtype,
             )
+        from .grad_shards import GradShards  # ZeRO 2 and 3
+
         return GradShards(holders, plan.layout, reduction, pool=self.pool)
 
     def _overlaps(self, plan: SetPlan, parameters: Sequence[nn.Parameter]) -> bool:
@@ -265,51 +259,32 @@ class SetMaker:
             )
         return masters, leaves
 
+    def _divided(
+        self, plan: SetPlan, store: ParameterStore
+    ) -> "tuple[Sequence[SubGroupPlan], Sequence[SlotPiece]]":
+        """Return (sub-groups whose masters are in an offload tier, pieces whose masters are on the device)."""
+        if self.tiers.optimizer is None:
+            return (), store.pieces
+        from .sub_groups import plan_sub_groups
+
+        offload = self.settings.offload
+        return plan_sub_groups(
+            plan.layout, store.pieces, offload.sub_group_elements, offload.ratio
+        )
+
     def _sub_group(
         self,
-        plan: SubGroupPlan,
+        plan: "SubGroupPlan",
         store: ParameterStore,
         buckets: GradientStore,
         parameters: Sequence[nn.Parameter],
-    ) -> SubGroup:
-        first = plan.pieces[0]
-        numel = plan.numel
+    ) -> "SubGroup":
         tier = self.tiers.optimizer
         assert tier is not None, "only offloaded leaves are in sub-groups"
-        weights = store.array_of(first, numel)
-        start = buckets.start_of(first)
-        arrays = {MASTER: weights, GRAD: Array(buckets.flat[start : start + numel])}
-        if weights.tensor.dtype != torch.float32:
-            [arrays[MASTER]] = tier.arrays([numel], torch.float32)
-            arrays[LOW] = weights
-            buffer = self.update.buffers.get(
-                MASTER, arrays[MASTER].padded_numel, torch.float32
-            )
-            buffer[:numel].copy_(weights.tensor)
-            arrays[MASTER].write(buffer).wait()
         specs = [spec_of(p) for p in parameters]
-        group = SubGroup(
-            plan, specs, arrays, tier, self.settings.param_groups, self.update.buffers
+        return self.update.add(
+            plan, store, buckets, specs, self.settings.param_groups, tier
         )
-        self.update.groups.append(group)
-        return group
-
-
-def make_gathering(
-    use: ParameterUse, stage: int, sets: Sequence[ParameterSet], prefetch: int | None
-) -> LayerGathering:
-    """Return the gathering of a stage, which also reduces gradients when a layer is left in backward."""
-    gathered = [s for s in sets if s.plan.units and s.plan.stage in (stage, SHARED)]
-    units = units_by_parameter((s.plan, s.parameters, s.store.units) for s in gathered)
-    reduced = [s for s in gathered if s.plan.stage == stage and s.buckets is not None]
-
-    def close(layer: int) -> None:
-        for s in reduced:
-            for unit in s.store.units:
-                if unit.layer == layer:
-                    s.gradients.close(unit.last_bucket)
-
-    return gathering_over(use, stage, units, prefetch, close)
 
 
 class TiedGradients:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..host.async_io import Then
+from ..host.transfers import Then
 from ..mpu.group import Group, Waitable
 from .data_groups import Hierarchy
 from .exchange import UNDER_WAY, BucketGradient, OrderedExchange, Sent

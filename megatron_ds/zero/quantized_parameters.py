@@ -16,16 +16,17 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..host.async_io import Then
-from ..host.memory_maps import huge_page_zeros
+from ..host.large_pages import huge_page_zeros
 from ..host.side_streams import side_stream
+from ..host.transfers import Then
 from ..mpu.group import DONE, Group, Waitable
+from .arrays import Array
 from .data_groups import Hierarchy
 from .gathering import Unit
 from .layout import Layout, ShardPiece, SlotPiece
 from .number_blocks import Blocks, EncodedBlocks, gather_into
-from .param_store import Draw, ParameterStore, fill, show_unit
-from .tiers import Array
+from .param_store import Draw, ParameterStore, fill
+from .sharded_parameters import show_unit
 
 
 class QuantizedUnit(Unit):

@@ -20,6 +20,7 @@ of a run both call it.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -29,10 +30,11 @@ from ..mpu.param_spec import DATA_AXES
 from ..optim import group_of
 from .data_groups import Axes, DataGroups
 from .layout import Layout, plan_layout, plan_whole_layout
-from .norm import NormEntry
-from .number_blocks import Blocks
+from .offload_settings import DEVICE
 from .settings import ShardPolicy, ZeroSettings
-from .tiers import DEVICE
+
+if TYPE_CHECKING:
+    from .number_blocks import Blocks
 
 SHARED = -1  # the stage of a parameter that several stages of this rank use
 # By default the smallest parameters stay whole: one in this many elements.
@@ -144,7 +146,7 @@ class SetPlan:
     stage: int | None
     inner: int
     units: tuple[tuple[int, int, int], ...] = ()
-    blocks: Blocks | None = None
+    blocks: "Blocks | None" = None
     encoded: bool = False
 
 
@@ -197,29 +199,6 @@ def plan_parameters(
     return plan_sets(
         facts, settings, sizes, groups.inner.size if groups.inner else None
     )
-
-
-def norm_entries(
-    plans: Sequence[SetPlan],
-    parameters: Sequence[nn.Parameter],
-    settings: ZeroSettings,
-    groups: DataGroups,
-) -> list[NormEntry]:
-    """Return the parameters whose optimizers ask for norms. parameters: to which the indices in the plans refer."""
-    trained = []
-    for plan in plans:
-        if not plan.frozen:
-            trained += [(plan, parameters[i]) for i in plan.members]
-    return [
-        NormEntry(
-            spec_of(p),
-            plan.reduced_over,
-            plan.policy.optimizer is not None,
-            is_tied(p, groups),
-        )
-        for plan, p in trained
-        if group_of(spec_of(p), settings.param_groups).traits.needs_norms
-    ]
 
 
 def is_tied(p: nn.Parameter, groups: DataGroups) -> bool:
@@ -354,7 +333,7 @@ def _plan_set(
     )
 
 
-def _sent_blocks(settings: ZeroSettings, gathered: bool) -> Blocks | None:
+def _sent_blocks(settings: ZeroSettings, gathered: bool) -> "Blocks | None":
     return settings.weight_blocks if gathered else None
 
 

@@ -8,34 +8,29 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ..config import RunConfig
-from ..config.added_weights import FROZEN_BLOCK
+from ..config import RunConfig, ZeroConfig
 from ..errors import ConfigError
+from ..features import wants_checksums
 from ..optim import ParamGroup, param_groups_of
 from .exchange import GradientExchange
 from .layout import ALIGN
-from .norm import LossScale, make_scaler
-from .number_blocks import Blocks, NormalBlocks
-from .quantized_exchange import QuantizedExchange
-from .tiers import DEVICE, OffloadSettings
+from .loss_scale import LossScale, make_scaler
+from .offload_settings import DEVICE, OffloadSettings
 from .unused import Rule
 from .update_rule import SUMMED, UpdateRule
+
+if TYPE_CHECKING:
+    from .number_blocks import Blocks
 
 # All data-parallel ranks; or groups of consecutive ones (data_groups.py).
 Axis = Literal["dp", "inner"]
 # of codes (Wang et al. 2023, arXiv:2306.10209, section 3)
 WEIGHT_BITS = 8
 GRADIENT_BITS = 4
-# bits of frozen weights → their format
-FROZEN_BLOCKS = {
-    None: None,
-    8: Blocks(8, FROZEN_BLOCK),
-    4: NormalBlocks(4, FROZEN_BLOCK),
-}
 FIRST_HOP_BITS = 8  # of gradients inside an inner group, before they leave it
 # elements, unless the configuration gives a size
 LARGEST_BUCKET = 40_000_000
@@ -101,8 +96,8 @@ class ZeroSettings:
     sent_dtype: torch.dtype | None = None
     sent_divisor: float | None = 1.0
     exchange: Callable[["ZeroSettings", torch.device], GradientExchange] | None = None
-    weight_blocks: Blocks | None = None
-    gradient_blocks: Blocks | None = None
+    weight_blocks: "Blocks | None" = None
+    gradient_blocks: "Blocks | None" = None
     clip_grad: float = 0.0
     make_scaler: Callable[[], LossScale] = LossScale
     persistence: int | None = None
@@ -111,7 +106,7 @@ class ZeroSettings:
     unused: Rule = "same"
     checksums: bool = False
     frozen_masters: bool = True
-    frozen_blocks: Blocks | None = None
+    frozen_blocks: "Blocks | None" = None
 
     @classmethod
     def from_config(
@@ -135,20 +130,16 @@ class ZeroSettings:
             grad_dtype=getattr(torch, o.gradient_dtype),
             sent_dtype=_dtype(zero.sent_dtype),
             sent_divisor=zero.sent_divisor,
-            weight_blocks=Blocks(WEIGHT_BITS, zero.zero_quantization_block)
-            if zero.zero_quantized_weights
-            else None,
-            gradient_blocks=Blocks(GRADIENT_BITS, zero.zero_quantization_block)
-            if zero.zero_quantized_gradients
-            else None,
+            weight_blocks=_sent(WEIGHT_BITS, zero, zero.zero_quantized_weights),
+            gradient_blocks=_sent(GRADIENT_BITS, zero, zero.zero_quantized_gradients),
             clip_grad=o.clip_grad,
             make_scaler=partial(make_scaler, o),
             persistence=zero.param_persistence_threshold,
             prefetch=zero.prefetch_bucket_size,
             offload=OffloadSettings.from_config(zero),
-            checksums=config.train.rerun_bad_steps,
+            checksums=wants_checksums(config),
             frozen_masters=added is None,
-            frozen_blocks=FROZEN_BLOCKS[None if added is None else added.frozen_bits],
+            frozen_blocks=_frozen(None if added is None else added.frozen_bits),
         )
 
     def __post_init__(self):
@@ -245,11 +236,32 @@ class ZeroSettings:
         if self.exchange is not None:
             return self.exchange(self, device)
         if self.gradient_blocks is not None:
+            from .quantized_exchange import QuantizedExchange
+
             first = replace(self.gradient_blocks, bits=FIRST_HOP_BITS)
             return QuantizedExchange(self.gradient_blocks, first, device)
         return self.update_rule.exchange(
             self.grad_dtype, device, self.sent_dtype, self.sent_divisor
         )
+
+
+# Formats of numbers are loaded by the runs that have them.
+def _sent(bits: int, zero: ZeroConfig, is_on: bool) -> "Blocks | None":
+    """Return the format of what is sent in codes."""
+    if not is_on:
+        return None
+    from .number_blocks import Blocks
+
+    return Blocks(bits, zero.zero_quantization_block)
+
+
+def _frozen(bits: int | None) -> "Blocks | None":
+    """Return the format of frozen weights that are kept in codes."""
+    if bits is None:
+        return None
+    from .number_blocks import FROZEN_BLOCKS
+
+    return FROZEN_BLOCKS[bits]
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

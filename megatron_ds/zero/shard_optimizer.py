@@ -24,7 +24,7 @@ cast.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -42,8 +42,10 @@ from ..optim.part_optimizer import (
 )
 from .layout import SlotPiece
 from .leaf_tensor import LeafTensor
-from .norm import ParameterNorms
-from .whole_matrices import WholeMatrices
+
+if TYPE_CHECKING:
+    from .parameter_norms import ParameterNorms
+    from .whole_matrices import WholeMatrices
 
 Rates = float | Mapping[str, float] | None
 """Learning rates by name (`ParamGroup.rate`), one for all groups, or None: torch's groups have their own."""
@@ -126,8 +128,8 @@ class ShardOptimizer:
         self,
         groups: Sequence[ParamGroup],
         leaves: Sequence[Leaf],
-        norms: ParameterNorms | None = None,
-        matrices: Mapping[MakeOptimizer, WholeMatrices] | None = None,
+        norms: "ParameterNorms | None" = None,
+        matrices: "Mapping[MakeOptimizer, WholeMatrices] | None" = None,
     ):
         self.num_updates = 0
         self._norms = norms
@@ -173,7 +175,7 @@ class ShardOptimizer:
                 optimizer.step()
 
     def begin(
-        self, lr: Rates, weight_decay: float, divisor: float, norms: ParameterNorms
+        self, lr: Rates, weight_decay: float, divisor: float, norms: "ParameterNorms"
     ) -> dict[MakeOptimizer, torch.Tensor]:
         """Make the first half of a `step` of an optimizer that needs norms of more parts than these leaves; other
         optimizers make their step. → for each optimizer the squares of the norms (`ParameterNorms.squares`).
@@ -192,7 +194,7 @@ class ShardOptimizer:
         return squares
 
     def finish(
-        self, reduced: Mapping[MakeOptimizer, torch.Tensor], norms: ParameterNorms
+        self, reduced: Mapping[MakeOptimizer, torch.Tensor], norms: "ParameterNorms"
     ) -> None:
         """The second half. reduced: the norms of all parts (`ParameterNorms.reduced`), for each optimizer."""
         for optimizer in self._optimizers:

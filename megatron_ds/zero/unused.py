@@ -11,19 +11,14 @@ A number that each rank computes from its path travels with the norm of the grad
 message of its own. Only where ranks differ, they exchange names.
 """
 
-import logging
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ..errors import CallError, CommunicationError, MegatronDSError
-from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 
 Rule = Literal["same", "zeros", "refused"]
-MOST_NAMED = 8
-logger = logging.getLogger(__name__)
 
 
 class PathCheck:
@@ -57,101 +52,10 @@ class PathCheck:
         """
         if self._has_warned:
             return
-        # Which ranks have no gradient of which parameter.
-        of_ranks = all_gather_object(dict(received), self._data)
-        # In the order of forward, which is the reverse of that of the buckets.
-        without = {
-            name: [
-                rank
-                for rank, theirs in zip(self._data.ranks, of_ranks)
-                if not theirs[name]
-            ]
-            for name in reversed(received)
-        }
-        chosen = (
-            _refused(without)
-            if self.rule == "refused"
-            else _different(without, self._data)
-        )
-        found = self._first(chosen)
-        # Errors: any unused parameter, layers out of order, then different paths.
-        if self.rule == "refused" and found:
-            raise CallError(
-                f'{found}. "ignore_unused_parameters" is false, which makes unused parameters an error. '
-                "Use them in the loss, freeze them with requires_grad_(False), or set it to true: gradients "
-                "are then zero where a parameter is not used."
-            )
-        if path := self._path():
-            self._report_layers(path)
-        found = found or "the parameters with a gradient differ"
-        if self.rule != "zeros":
-            raise MegatronDSError(
-                f"data-parallel ranks took different paths through the model: {found}. The sum of their "
-                "gradients would be incomplete. Every rank must use the same parameters in each step, if "
-                "necessary with a factor of zero."
-            )
+        from .path_report import report_paths  # only where ranks differ
+
+        report_paths(self.rule, received, self._path(), self._data, self._model)
         self._has_warned = True
-        if self._data.rank == self._model.rank == 0:
-            logger.warning(
-                "%s: the gradient of a parameter is zero on ranks that do not use it, in this and "
-                "in later updates",
-                found,
-            )
 
     def _path(self) -> list[str]:
         return [layer for path in self._paths for layer in path]
-
-    def _report_layers(self, path: Sequence[str]) -> None:
-        found = self._first(
-            _first_difference(
-                all_gather_object(list(path), self._data), self._data.ranks
-            )
-        )
-        raise CommunicationError(
-            f"data-parallel ranks used different layers, or in another order: {found or 'on other ranks'}. "
-            "What they gathered belongs to other layers, so nothing was updated."
-        )
-
-    def _first(self, text: str | None) -> str | None:
-        """Return the text of the first model-parallel rank that has one."""
-        return next(filter(None, all_gather_object(text, self._model)), None)
-
-
-def _first_difference(
-    paths: Sequence[Sequence[str]], ranks: Sequence[int]
-) -> str | None:
-    for at in range(max(map(len, paths))):
-        here = [path[at] if at < len(path) else "no layer" for path in paths]
-        other = next((i for i, layer in enumerate(here) if layer != here[0]), None)
-        if other is not None:
-            return f"rank {ranks[0]} used {here[0]} where rank {ranks[other]} used {here[other]}"
-    return None
-
-
-def _different(without: Mapping[str, list[int]], data: Group) -> str | None:
-    """Return the first parameter that some of the ranks have not used."""
-    for name, ranks in without.items():
-        if ranks and len(ranks) < data.size:
-            having = set(data.ranks) - set(ranks)
-            return f"{name} received a gradient on rank(s) {_list(having)} but not on {_list(ranks)}"
-    return None
-
-
-def _refused(without: Mapping[str, list[int]]) -> str | None:
-    """Return the parameters that a rank has not used."""
-    missing = [
-        f"{name} on rank(s) {_list(ranks)}" for name, ranks in without.items() if ranks
-    ]
-    if not missing:
-        return None
-    more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
-    return (
-        f"{len(missing)} of {len(without)} parameters received no gradient in this update: "
-        f"{', '.join(missing[:MOST_NAMED])}{more}"
-    )
-
-
-def _list(ranks: Iterable[int]) -> str:
-    ranks = sorted(ranks)
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return ", ".join(map(str, ranks[:MOST_NAMED])) + more

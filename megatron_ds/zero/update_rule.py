@@ -6,7 +6,7 @@ by name. `UpdateRule` itself is the rule of an optimizer that reads the sum of t
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,8 +14,10 @@ from ..mpu.group import Group
 from .data_groups import DataGroups, Hierarchy
 from .exchange import FullPrecisionExchange, Sent
 from .layout import Layout
-from .norm import ParameterNorms
 from .update_hook import UpdateHook
+
+if TYPE_CHECKING:
+    from .parameter_norms import ParameterNorms
 
 
 class UpdateRule:
@@ -46,7 +48,7 @@ class UpdateRule:
         """
         return iter(())
 
-    def norm_messages(self, norms: ParameterNorms) -> Iterator[tuple[Group, int]]:
+    def norm_messages(self, norms: "ParameterNorms") -> Iterator[tuple[Group, int]]:
         """(group, bytes) of the all-reduces of a step over `norms`, besides those of norms themselves."""
         return iter(())
 

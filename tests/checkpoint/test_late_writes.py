@@ -12,13 +12,14 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megatron_ds.checkpoint import known_saves, store_objects
+from megatron_ds.checkpoint import known_saves
 from megatron_ds.checkpoint import lock as locks
 from megatron_ds.checkpoint.folder import TRACKER, steps_in
 from megatron_ds.checkpoint.load import latest, load, read_run
 from megatron_ds.checkpoint.lock import locked
 from megatron_ds.checkpoint.place import place_of
 from megatron_ds.errors import CheckpointError
+from megatron_ds.extensions.stores import store_objects
 from megatron_ds.mpu.group import solo
 from tests.harness.gcs_server import gcs_server
 from tests.harness.late_requests import LateRequests, drawn

@@ -8,8 +8,9 @@ from megatron_ds.extensions.evaluation.checkpoint_model import (
     load_model,
 )
 from megatron_ds.extensions.generation.saved_flags import saved_flags
-from megatron_ds.mpu.launch import Launch, connect_torch
+from megatron_ds.mpu.launch_facts import Launch
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.mpu.process_groups import connect_torch
 from tests.harness.pretraining import MOCK, STEPS, train
 
 pytestmark = pytest.mark.processes

@@ -20,9 +20,9 @@ import megatron_ds.training.pretrain  # noqa: F401  before the forks
 from megatron_ds import commands
 from megatron_ds.config.run import all_options
 from megatron_ds.config.sources.config_files import LARGEST
-from megatron_ds.data.tokenizers.file_tokenizers import HuggingFaceTokenizer
-from megatron_ds.data.tokenizers.special_tokens import special_tokens
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.tokenizers.file_tokenizers import HuggingFaceTokenizer
+from megatron_ds.extensions.tokenizers.special_tokens import special_tokens
 from tests.harness.deaths import forked
 from tests.harness.limits import HUNG
 

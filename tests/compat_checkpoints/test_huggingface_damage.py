@@ -20,8 +20,8 @@ from megatron_ds.compat.conversion.huggingface.format import (
 )
 from megatron_ds.compat.conversion.own_format import FORMAT as OURS
 from megatron_ds.compat.conversion.run_values import updates_in
-from megatron_ds.data.tokenizers.file_tokenizers import WORD_PIECE_TOKENS
 from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.extensions.tokenizers.file_tokenizers import WORD_PIECE_TOKENS
 
 pytestmark = pytest.mark.plan
 

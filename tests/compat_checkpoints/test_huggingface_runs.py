@@ -16,7 +16,7 @@ from megatron_ds.compat.conversion.own_format import FORMAT as OURS
 from megatron_ds.config import parse
 from megatron_ds.errors import DataError
 from megatron_ds.extensions.evaluation.checkpoint_model import evaluation_config
-from megatron_ds.mpu.launch import Launch
+from megatron_ds.mpu.launch_facts import Launch
 from megatron_ds.training.from_checkpoint import options_of_checkpoint
 from megatron_ds.training.run_tokenizer import with_tokenizer
 from tests.contracts.test_special_tokens import library_json

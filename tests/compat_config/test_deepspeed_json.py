@@ -430,9 +430,7 @@ def test_the_legacy_block_is_a_curriculum_over_lengths(read):
         16,
         2.0,
     )
-    from megatron_ds.extensions.data_efficiency.options import (
-        length_difficulty,
-    )
+    from megatron_ds.extensions.data_efficiency.curricula import length_difficulty
 
     assert [
         length_difficulty(curriculum, 1024).at(step) for step in (1, 13, 50, 99)
@@ -495,7 +493,7 @@ def test_metrics_called_like_lengths_are_lengths_and_others_choose_samples(read,
 
 
 def test_a_curriculum_survives_run_json(read):
-    from megatron_ds.config.sources.config_text import from_dict, to_dict
+    from megatron_ds.config.saved_values import from_dict, to_dict
 
     config = read(sampling({"rarity": RARITY}), *RUN, *CORPUS)
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config

@@ -13,9 +13,9 @@ from megatron_ds.compat.config.deepspeed_json import (
 )
 from megatron_ds.compat.config.unsupported import FLAGS, KEYS, ON_BY_DEFAULT
 from megatron_ds.config import parse
-from megatron_ds.config.sources.config_text import report_without_effect
+from megatron_ds.config.sources.without_effect import report_without_effect
 from megatron_ds.errors import ConfigError
-from megatron_ds.training.startup_text import values_text
+from megatron_ds.extensions.startup.startup_text import values_text
 
 pytestmark = pytest.mark.plan
 

@@ -14,7 +14,7 @@ from megatron_ds.compat.engine.json_settings import read_settings
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.zero.norm import make_scaler
+from megatron_ds.zero.loss_scale import make_scaler
 
 pytestmark = pytest.mark.plan
 

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_ds.compat.config.deepspeed_json import reading_of
 from megatron_ds.config.parse import parse
-from megatron_ds.config.sources.config_text import report_without_effect, to_yaml
+from megatron_ds.config.sources.config_text import to_yaml
+from megatron_ds.config.sources.without_effect import report_without_effect
 from megatron_ds.errors import ConfigError
 
 pytestmark = pytest.mark.plan

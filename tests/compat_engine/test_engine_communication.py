@@ -10,7 +10,7 @@ import megatron_ds
 from megatron_ds.compat.config.targets import reading_for
 from megatron_ds.compat.deepspeed import functions
 from megatron_ds.compat.engine import communication
-from megatron_ds.mpu.communication_log import CommunicationLog
+from megatron_ds.extensions.profiler.communication_log import CommunicationLog
 from tests.harness.engine_runs import on_ranks
 from tests.harness.processes import run_processes
 

@@ -10,7 +10,7 @@ import megatron_ds
 from megatron_ds.compat.deepspeed.external_groups import join_world
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.collectives import all_gather_object
-from megatron_ds.mpu.launch import transport_over
+from megatron_ds.mpu.process_groups import transport_over
 from tests.compat_engine import test_engine_experts as experts
 from tests.compat_engine.test_engine import Split
 from tests.harness.engine_runs import config_of, loss_of, make, on_ranks, train, weights

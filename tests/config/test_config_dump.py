@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ds.cli import main_guard
 from megatron_ds.config import parse
-from megatron_ds.config.sources.config_text import from_dict, to_dict
+from megatron_ds.config.saved_values import from_dict, to_dict
 from megatron_ds.errors import CommunicationError, ConfigError, DataError
 from megatron_ds.extensions.data_efficiency.options import RandomLTDConfig
 from tests.harness.limits import HUNG

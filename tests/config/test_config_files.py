@@ -6,8 +6,8 @@ import re
 import pytest
 
 from megatron_ds.config import parse
+from megatron_ds.config.saved_values import to_dict
 from megatron_ds.config.sources.config_files import read_yaml
-from megatron_ds.config.sources.config_text import to_dict
 from megatron_ds.errors import ConfigError
 
 pytestmark = pytest.mark.plan

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from megatron_ds.compat.config.deepspeed_json import known_keys
 from megatron_ds.config import RunConfig, parse
 from megatron_ds.config.run import all_options
-from megatron_ds.config.sources.config_text import from_dict, to_dict, to_yaml
+from megatron_ds.config.saved_values import from_dict, to_dict
+from megatron_ds.config.sources.config_text import to_yaml
 from megatron_ds.config.sources.flags import spellings
 from megatron_ds.config.training_schedule import (
     make_batch_size,

@@ -14,7 +14,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.compared_values import compared_values
 from megatron_ds.config.options.option import option
 from megatron_ds.config.run import all_options
-from megatron_ds.config.sources.config_text import from_dict, to_dict
+from megatron_ds.config.saved_values import from_dict, to_dict
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.features import Feature, Lengths, Provided, sections_without_features
 from megatron_ds.models import MODELS

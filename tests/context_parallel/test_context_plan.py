@@ -14,13 +14,13 @@ from megatron_ds.extensions.dry_run.context_text import (
 )
 from megatron_ds.extensions.dry_run.dry_run import flops_text, plan_text
 from megatron_ds.extensions.dry_run.expert_text import flops_of_rank
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.extensions.kernels.cpu import compiled_attention
 from megatron_ds.models import MODELS
 from megatron_ds.models.attention import Core, SelfAttention
 from megatron_ds.mpu.context import ParallelContext, SequenceSlice
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.planning.world_plan import plan_world
 from tests.harness.threads import run_ranks
 from tests.harness.tiny_jobs import VOCAB
 from tests.planning.test_rank_plan import run

@@ -9,14 +9,14 @@ from torch import nn
 
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.optimizers.newton_schulz import SETS
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, Matrices, ParamSpec
-from megatron_ds.ops.newton_schulz import SETS
 from megatron_ds.optim import OPTIMIZERS, RegisteredOptimizer, default_groups
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.layout import SlotPiece
 from megatron_ds.zero.matrix_owners import MatrixEntry
-from megatron_ds.zero.norm import NormEntry, ParameterNorms
+from megatron_ds.zero.parameter_norms import NormEntry, ParameterNorms
 from megatron_ds.zero.shard_optimizer import ShardOptimizer, make_leaf
 from megatron_ds.zero.whole_matrices import WholeMatrices
 from tests.harness.plain_optimizers import PlainLamb, PlainLion, PlainMuon

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.data.tokenizers import make_tokenizer
-from megatron_ds.data.tokenizers.special_tokens import END_NAMES, special_tokens
 from megatron_ds.errors import DataError
+from megatron_ds.extensions.tokenizers.special_tokens import END_NAMES, special_tokens
 
 ADDED = ("<|endoftext|>", "<|im_end|>", "</s>", "<s>", "<unk>", "<pad>")
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.data.tokenizers import backend, make_tokenizer
-from megatron_ds.data.tokenizers.backend import MOST_DIGITS, plan_native
+from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.tokenizers import backend
+from megatron_ds.extensions.tokenizers.backend import MOST_DIGITS, plan_native
 
 TEXT = [
     "The quick brown fox isn't jumping over 12 lazy dogs.\n\n  Übergrößen, naïve café! It'S 12345 "

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.data.tokenizers import TOKENIZERS, arrays_of, make_tokenizer
-from megatron_ds.data.tokenizers.backend import byte_letters
-from megatron_ds.data.tokenizers.file_tokenizers import read_bpe_files, read_vocab
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.tokenizers.backend import byte_letters
+from megatron_ds.extensions.tokenizers.file_tokenizers import read_bpe_files, read_vocab
 from tests.harness.tokenizer_references import ByteLevelBPE, WordPiece
 
 TEXT = [

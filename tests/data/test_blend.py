@@ -19,10 +19,10 @@ from megatron_ds.data.loading.blend import (
     cut,
     draws_text,
     parse_blend,
-    parse_split,
     samples_to_provide,
 )
 from megatron_ds.data.loading.datasets import build_datasets
+from megatron_ds.data.loading.sources import parse_split
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from megatron_ds.data.tokenizers.file_tokenizers import HuggingFaceTokenizer
 from megatron_ds.errors import DataError
 from megatron_ds.extensions.chat.answer_spans import (
     NO_HEADER,
@@ -17,6 +16,7 @@ from megatron_ds.extensions.chat.content_exchange import AnswerNotFound
 from megatron_ds.extensions.chat.conversation import conversation_of
 from megatron_ds.extensions.chat.loss_masks import NO_END, ChatEncoder
 from megatron_ds.extensions.chat.template import ChatTemplate, load_template
+from megatron_ds.extensions.tokenizers.file_tokenizers import HuggingFaceTokenizer
 from tests.harness.chats import (
     CHATML,
     ENDLESS,

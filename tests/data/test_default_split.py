@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.data.loading.blend import cut, parse_split
+from megatron_ds.data.loading.blend import cut
 from megatron_ds.data.loading.datasets import build_datasets, fit_default_split
+from megatron_ds.data.loading.sources import parse_split
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_ds.errors import DataError
@@ -64,7 +65,7 @@ def documents_in(dataset):
 def test_a_small_corpus_without_a_split_is_validated_where_it_can_be(
     tmp_path, caplog, documents, train, valid, test
 ):
-    caplog.set_level("INFO", "megatron_ds.data.loading.datasets")
+    caplog.set_level("INFO", "megatron_ds.data.loading.corpora")
     config, found = build(
         "--data-path",
         corpus_of(tmp_path / "c", documents),

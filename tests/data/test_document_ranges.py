@@ -3,12 +3,13 @@
 import pytest
 
 from megatron_ds.config.parse import parse
-from megatron_ds.data.loading.blend import CorpusSlice, parse_blend, read_sources
+from megatron_ds.data.loading.blend import CorpusSlice, parse_blend
 from megatron_ds.data.loading.datasets import (
     build_datasets,
     fit_default_split,
     identify,
 )
+from megatron_ds.data.loading.sources import read_sources
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from tests.data.test_blend import tokens_of, write

@@ -8,9 +8,9 @@ import pytest
 from megatron_ds.config import DataConfig
 from megatron_ds.data.kind import PAD
 from megatron_ds.data.loading.loader import Loader
-from megatron_ds.data.samples.fim import FillInMiddle, FIMDataset, make_fim
 from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.fim.fill_in_middle import FillInMiddle, FIMDataset, make_fim
 
 pytestmark = pytest.mark.plan
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.samples import gpt_data
-from megatron_ds.data.samples.gpt_data import open_gpt_dataset
+from megatron_ds.data.samples import gpt_corpus
+from megatron_ds.data.samples.gpt_corpus import open_gpt_dataset
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.errors import DataError
 from tests.harness.limits import HUNG
@@ -76,7 +76,7 @@ def test_second_opening_maps_the_cache_and_builds_nothing(tmp_path, monkeypatch)
         "GPTDataset-train-sample_index.npy",
         "GPTDataset-train-shuffle_index.npy",
     ]
-    monkeypatch.setattr(gpt_data, "build_index_maps", None)
+    monkeypatch.setattr(gpt_corpus, "build_index_maps", None)
     assert open_dataset(corpus, 9)[8]["tokens"].tolist() == first.tolist()
     with pytest.raises(TypeError):
         open_dataset(corpus, 10)  # another key: has to be built
@@ -119,8 +119,8 @@ def test_a_folder_that_cannot_be_written_means_indices_in_memory_and_a_warning(
 
 def count_builds(prefix, cache, queue):
     built = []
-    build = gpt_data.build_index_maps
-    gpt_data.build_index_maps = lambda *args: built.append(1) or build(*args)
+    build = gpt_corpus.build_index_maps
+    gpt_corpus.build_index_maps = lambda *args: built.append(1) or build(*args)
     tokens = open_dataset(IndexedDataset(prefix), 9, cache)[8]["tokens"].tolist()
     queue.put((len(built), tokens))
 
@@ -215,9 +215,9 @@ def test_a_full_disk_means_indices_in_memory_built_once(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(np, "save", full)
     builds = []
-    build = gpt_data.build_index_maps
+    build = gpt_corpus.build_index_maps
     monkeypatch.setattr(
-        gpt_data, "build_index_maps", lambda *args: builds.append(1) or build(*args)
+        gpt_corpus, "build_index_maps", lambda *args: builds.append(1) or build(*args)
     )
     dataset = open_dataset(corpus, 9, tmp_path / "kept")
     assert (

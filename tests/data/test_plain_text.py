@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from megatron_ds.data.tokenizers.backend import CHECKED_BYTES, CheckedBackend
 from megatron_ds.data.tokenizers.base import flat
 from megatron_ds.errors import DataError
 from megatron_ds.extensions.corpora import plain_text, vocabulary_training
@@ -21,6 +20,7 @@ from megatron_ds.extensions.corpora.text_files import (
     texts_of,
 )
 from megatron_ds.extensions.corpora.text_records import place_of
+from megatron_ds.extensions.tokenizers.backend import CHECKED_BYTES, CheckedBackend
 
 pytestmark = pytest.mark.plan
 

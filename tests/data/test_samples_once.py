@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron_ds.data.samples.gpt_data import open_gpt_dataset
+from megatron_ds.data.samples.gpt_corpus import open_gpt_dataset
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from tests.harness.pretraining import SEQ_LENGTH, TINY, VOCAB, run_pretrain, train
 from tests.harness.spoilers import samples_logged

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ds.cli import main_guard
 from megatron_ds.commands import prepare_cache
-from megatron_ds.data.samples.gpt_data import open_gpt_dataset
+from megatron_ds.data.samples.gpt_corpus import open_gpt_dataset
 from megatron_ds.data.samples.packing import open_packed_dataset
 from megatron_ds.data.text.indexed import HEADER, IndexedDataset, IndexedWriter
 from megatron_ds.errors import DataError

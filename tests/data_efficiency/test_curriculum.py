@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.data_efficiency.curricula import read_metric
 from megatron_ds.extensions.data_efficiency.curriculum_order import (
     CurriculumOrder,
     MetricIndex,
@@ -21,7 +22,6 @@ from megatron_ds.extensions.data_efficiency.curriculum_order import (
     shuffled,
 )
 from megatron_ds.extensions.data_efficiency.difficulty_metrics import write_metric
-from megatron_ds.extensions.data_efficiency.options import read_metric
 from megatron_ds.progress.ramps import BatchSize
 
 pytestmark = pytest.mark.plan

@@ -13,7 +13,7 @@ from megatron_ds.extensions.data_efficiency.difficulty import Rise
 from megatron_ds.extensions.data_efficiency.options import RandomLTDConfig
 from megatron_ds.extensions.dry_run.dry_run import flops_text
 from megatron_ds.extensions.dry_run.kept_tokens import savings
-from megatron_ds.planning.world_plan import plan_world
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.progress.kept_tokens import KeptTokens
 from megatron_ds.progress.ramps import Progress
 

@@ -13,12 +13,10 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.data.tokenizers import TOKENIZERS
-from megatron_ds.extensions.data_efficiency.options import (
-    CurriculumConfig,
-    length_difficulty,
-)
+from megatron_ds.extensions.data_efficiency.curricula import length_difficulty
+from megatron_ds.extensions.data_efficiency.options import CurriculumConfig
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.models.identity import model_identity, with_positions_of
-from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT, blocks_of, check_printed, environment
 from tests.harness.launches import sbatch_environment, started_by, trainings
 from tests.harness.limits import HUNG

@@ -17,7 +17,7 @@ from megatron_ds.extensions.evaluation.harness import HarnessRun, HarnessTasks
 from megatron_ds.extensions.evaluation.leading_rank import lead
 from megatron_ds.extensions.evaluation.score_plan import ScoreRequest
 from megatron_ds.extensions.evaluation.scorer import Scorer
-from megatron_ds.mpu.launch import Launch
+from megatron_ds.mpu.launch_facts import Launch
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.byte_tokenizer import BEGIN, END, save_tokenizer
 from tests.harness.huggingface_models import saved

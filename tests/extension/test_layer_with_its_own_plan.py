@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_ds.config import parse
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.models import (
     MODELS,
     LayerFlops,
@@ -26,7 +27,6 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.ops.widened_products import WORKSPACE
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.planning.run_model import describe_layers, loss_function
-from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.training.pretrain import pretrain
 from tests.harness.alive_bytes import AliveBytes

@@ -16,7 +16,8 @@ from megatron_ds.errors import DataError
 from megatron_ds.features import Feature
 from megatron_ds.training import observers, trainer
 from megatron_ds.training.moments import Again, Drop, Numbers, Stop
-from megatron_ds.training.observer import Observer
+from megatron_ds.training.observer import FIRST, Observer
+from megatron_ds.training.observer import LAST as INNERMOST
 from tests.harness.pretraining import (
     MOCK,
     losses,
@@ -30,7 +31,11 @@ from tests.harness.pretraining import (
 
 pytestmark = pytest.mark.processes
 
-MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
+MOMENTS = [
+    name
+    for name, value in vars(Observer).items()
+    if callable(value) and not name.startswith("_")
+]
 # Steps of the run of `witnessed`.
 AGAIN, DROPPED, LAST = 2, 3, 4
 EVERY_STEP = ["step_began", "batch_read", "around"]
@@ -216,6 +221,23 @@ def test_all_observers_are_told():
 
 
 FEATURES = "spike rerun profil straggler timer wandb tasks trace noise autotun kernel_ drop_ watched".split()
+
+
+def test_places_order_the_observers_of_features(monkeypatch):
+    """What decides about a step is called before what has no place, and what measures it is innermost."""
+
+    def made(place):
+        observer = Observer()
+        observer.place = place
+        return lambda config: observer
+
+    makers = [made(INNERMOST), made(0), made(FIRST), made(0)]
+    monkeypatch.setattr(
+        observers, "features", lambda: [Feature("placed", observers=makers)]
+    )
+    found = [observer.place for observer in observers.observers_of(None)._all]
+    # Around them stand those that every run has.
+    assert found == [0, FIRST, 0, 0, INNERMOST, 0, 0]
 
 
 def test_the_trainer_names_no_feature():

@@ -19,6 +19,7 @@ from torch import nn
 from megatron_ds.batch.ledger import DISCARDING, Entry, Ledger
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError, LedgerError
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.models import MODELS, build_stage, gpt_loss, language_model
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
@@ -26,7 +27,6 @@ from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.regions import reduce_from_region
 from megatron_ds.mpu.sequence_slice import RankPart, SequenceSlice
-from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.tensor_parallel.init import initialize
 from megatron_ds.training.step_metrics import StepMetrics
 from tests.harness.gpt_runs import make_batch

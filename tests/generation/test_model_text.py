@@ -9,7 +9,6 @@ import torch
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.tokenizers.base import NullTokenizer
-from megatron_ds.data.tokenizers.file_tokenizers import HuggingFaceTokenizer
 from megatron_ds.errors import DataError
 from megatron_ds.extensions.evaluation.checkpoint_model import (
     evaluation_config,
@@ -22,7 +21,8 @@ from megatron_ds.extensions.evaluation.zero_shot import last_word
 from megatron_ds.extensions.generation import generate_text
 from megatron_ds.extensions.generation.model_text import end_tokens, text_ids
 from megatron_ds.extensions.serving import serve
-from megatron_ds.mpu.launch import Launch
+from megatron_ds.extensions.tokenizers.file_tokenizers import HuggingFaceTokenizer
+from megatron_ds.mpu.launch_facts import Launch
 from megatron_ds.mpu.mesh import Mesh
 from tests.evaluation.test_evaluation_harness import folder_of, theirs
 from tests.generation.test_generator import led

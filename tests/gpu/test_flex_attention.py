@@ -5,10 +5,10 @@ import torch
 
 from megatron_ds.batch.documents import Documents
 from megatron_ds.extensions.kernels.gpu import flex_attention, flex_check, flex_choice
+from megatron_ds.extensions.kernels.gpu.kernel_check import error_between
 from megatron_ds.ops.alibi import Alibi, alibi_slopes
 from megatron_ds.ops.attention_pattern import FULL, AttentionPattern
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.kernel_check import error_between
 from megatron_ds.ops.kernel_table import random_tensors
 from megatron_ds.ops.key_visibility import KeyVisibility
 from megatron_ds.ops.scoring import Scoring

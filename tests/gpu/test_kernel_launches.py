@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from megatron_ds.errors import KernelError
 from megatron_ds.extensions.kernels.gpu import norm_kernels
 from megatron_ds.extensions.kernels.gpu.cuda_backend import cuda_backend, reason_against
+from megatron_ds.extensions.kernels.gpu.kernel_check import TOLERANCES, largest_error
 from megatron_ds.extensions.kernels.gpu.self_check import ROWS, failure
-from megatron_ds.ops.kernel_check import TOLERANCES, largest_error
 from tests.kernels.test_contract import OPERATIONS, SIZES
 from tests.kernels.test_self_check import WIDTHS
 

@@ -6,8 +6,8 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.extensions.distillation import teacher_config as teachers
 from megatron_ds.extensions.distillation.teacher import teach
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.build import build_replica
 from tests.harness.layout_comparison import (
     Difference,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint import store_objects
+from megatron_ds.extensions.stores import store_objects
 
 FATES = ("fails", "lost", "before", "late", "twice")
 CHANGES = ("pipe_file", "rm", "rm_file")

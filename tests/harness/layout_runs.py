@@ -16,8 +16,8 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.data.loading.loader import Loader
-from megatron_ds.data.samples.fim import FillInMiddle
 from megatron_ds.data.samples.packing import PackedDataset
+from megatron_ds.extensions.fim.fill_in_middle import FillInMiddle
 from megatron_ds.extensions.joined_blocks.joined_block import AfterAttention
 from megatron_ds.models.attention import CoreAttention
 from megatron_ds.models.block import MLP, Block, in_parallel

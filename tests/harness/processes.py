@@ -233,7 +233,7 @@ class ProcessWorld:
 
     def connect(self, axes, groups, rank):
         """What `Mesh` asks for. Collective over the whole world."""
-        from megatron_ds.mpu.launch import connect_torch
+        from megatron_ds.mpu.process_groups import connect_torch
 
         return connect_torch(axes, groups, rank)
 
@@ -246,7 +246,7 @@ class ProcessWorld:
         import torch.distributed as dist
 
         from megatron_ds.mpu.group import Group
-        from megatron_ds.mpu.launch import transport_over
+        from megatron_ds.mpu.process_groups import transport_over
 
         ranks = tuple(ranks)
         transport = None

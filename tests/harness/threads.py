@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_ds.host.memory_maps import share_pages
+from megatron_ds.host.shared_pages import share_pages
 from megatron_ds.mpu.group import DONE, AllOf, Group, Traffic
 from tests.harness.limits import HUNG
 

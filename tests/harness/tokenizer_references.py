@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import regex
 
-from megatron_ds.data.tokenizers.backend import byte_letters
-from megatron_ds.data.tokenizers.file_tokenizers import LONGEST_WORD, Pair
+from megatron_ds.extensions.tokenizers.backend import byte_letters
+from megatron_ds.extensions.tokenizers.file_tokenizers import LONGEST_WORD, Pair
 
 # A word with the space before it, a number, a run of signs, or white space (all of it but the last before a
 # word).

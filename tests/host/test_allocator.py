@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.mpu.launch import Launch
+from megatron_ds.mpu.launch_facts import Launch
 from megatron_ds.training import distributed
 
 pytestmark = [pytest.mark.plan, pytest.mark.one_in(2, together=True)]

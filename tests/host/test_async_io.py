@@ -15,7 +15,8 @@ import torch
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.host import async_io
-from megatron_ds.host.async_io import ThreadIO, UringIO, aligned_empty, make_io
+from megatron_ds.host.async_io import ThreadIO, UringIO, make_io
+from megatron_ds.host.large_pages import aligned_empty
 
 pytestmark = [
     pytest.mark.plan,

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.host.file_limit import FEWEST, check_file_limit
-from megatron_ds.mpu.launch import Launch, start
+from megatron_ds.mpu.launch import start
+from megatron_ds.mpu.launch_facts import Launch
 
 pytestmark = pytest.mark.plan
 

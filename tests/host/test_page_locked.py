@@ -7,9 +7,9 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.errors import MegatronDSError
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.host.page_locked import PageLockedPool, page_locked
 from megatron_ds.host.side_streams import Mark
-from megatron_ds.planning.world_plan import plan_world
 from tests.harness.fake_cuda import FakeGpu, FakeRuntime, fake_cuda
 from tests.harness.layout_comparison import parse_layout
 from tests.harness.tiny_jobs import tiny_job

@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megatron_ds.host import places
-from megatron_ds.host.places import (
+from megatron_ds.host.place_file import (
     ENTRY,
+    MOST_WORDS,
+    NONE,
     RING,
     RING_START,
     DeviceEntry,
@@ -19,6 +22,7 @@ from megatron_ds.host.places import (
     read_places,
     request_record,
 )
+from megatron_ds.host.place_words import PROGRAM
 
 pytestmark = pytest.mark.plan
 
@@ -71,7 +75,7 @@ def test_a_phase_ends_with_its_context(path, monkeypatch):
         with places.WAITING:
             assert read_places(path).is_waiting
     read = read_places(path)
-    assert read.places[-1].phase == places.PROGRAM and not read.is_waiting
+    assert read.places[-1].phase == PROGRAM and not read.is_waiting
 
 
 def test_more_words_than_fit_do_no_harm(path):
@@ -85,7 +89,7 @@ def test_more_words_than_fit_do_no_harm(path):
 
 def test_a_phase_that_does_not_fit_in_the_table_is_the_one_before_the_next(path):
     writer = PlaceWriter(path, {})
-    for i in range(places.MOST_WORDS):
+    for i in range(MOST_WORDS):
         writer.collective("sum", f"{i}")
     writer.phase(places.SAVING)
     assert writer.phase(places.TRAINING) == places.SAVING
@@ -107,14 +111,14 @@ def test_places_survive_sigkill(path):
 def test_without_the_variable_nothing_is_written():
     places.open_places({}, 0)
     assert places.writer() is None
-    assert read_places(places.Path("/nonexistent")) is None
+    assert read_places(Path("/nonexistent")) is None
 
 
 def test_the_place_of_a_device_and_a_request_for_the_record_pass_through_the_file(path):
     writer = PlaceWriter(path, {"rank": 3})
     assert read_places(path).device is None and writer.rank == 3
     now = time.monotonic_ns()
-    entry = DeviceEntry(now, now - 5, 7, 3, 9, 1 << 31, "F", 2, places.NONE)
+    entry = DeviceEntry(now, now - 5, 7, 3, 9, 1 << 31, "F", 2, NONE)
     writer.device(entry)
     assert read_places(path).device == entry
     # a rank without a record is not waited for

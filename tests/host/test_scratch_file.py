@@ -16,7 +16,8 @@ import torch
 
 from megatron_ds.errors import ConfigError, StorageError
 from megatron_ds.host import scratch_file
-from megatron_ds.host.async_io import ThreadIO, UringIO, aligned_empty
+from megatron_ds.host.async_io import ThreadIO, UringIO
+from megatron_ds.host.large_pages import aligned_empty
 from megatron_ds.host.scratch_file import STRIDE, ScratchFile
 
 pytestmark = [

@@ -5,7 +5,7 @@ import torch
 
 from megatron_ds.extensions.kernels.gpu.compile_phase import mark_compilations
 from megatron_ds.host import places
-from megatron_ds.host.places import PlaceWriter, read_places
+from megatron_ds.host.place_file import PlaceWriter, read_places
 
 pytestmark = pytest.mark.plan
 

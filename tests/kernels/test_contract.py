@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import megatron_ds.ops
+from megatron_ds.extensions.kernels.gpu.kernel_check import TOLERANCES, largest_error
 from megatron_ds.ops import widened_products
-from megatron_ds.ops.kernel_check import TOLERANCES, largest_error
 from megatron_ds.ops.kernel_table import GPU, OPERATIONS, load_kernels, selected
 from tests.harness.emulated import compile_together, emulated_gpu
 

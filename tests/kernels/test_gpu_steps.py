@@ -20,7 +20,7 @@ from megatron_ds.config import parse
 from megatron_ds.context_parallel import block_exchange
 from megatron_ds.errors import CommunicationError
 from megatron_ds.host import places
-from megatron_ds.host.places import PlaceWriter, read_places
+from megatron_ds.host.place_file import PlaceWriter, read_places
 from megatron_ds.host.side_streams import Mark, SideStream, side_stream
 from megatron_ds.mpu import device_wait
 from megatron_ds.mpu.channels import Channels

@@ -22,7 +22,7 @@ from megatron_ds.extensions.launch.rank_places import (
 from megatron_ds.extensions.launch.stalls import SILENT_SECONDS, Stalls
 from megatron_ds.extensions.launch.watch import StepTimes, Watch
 from megatron_ds.host import places
-from megatron_ds.host.places import NONE, DeviceEntry, PlaceWriter
+from megatron_ds.host.place_file import NONE, DeviceEntry, PlaceWriter
 from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES

@@ -19,7 +19,7 @@ from megatron_ds.compat.conversion.merge_adapter import run_tool as merge
 from megatron_ds.compat.conversion.own_format import read as read_own
 from megatron_ds.config import parse
 from megatron_ds.errors import CheckpointError
-from megatron_ds.optim.muon import has_matrices
+from megatron_ds.extensions.optimizers.muon import has_matrices
 from megatron_ds.planning.flops import layers_of, layers_of_run, model_flops
 from megatron_ds.training.base_weights import of_weights
 from tests.grid.axes.optimizers import LOOSE, MUON

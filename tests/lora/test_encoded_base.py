@@ -10,7 +10,7 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.ops import normal_float
 from megatron_ds.ops.normal_float import LEVELS, decode_normal, encode_normal
 from megatron_ds.training.run_checkpoint import frozen_pieces
-from megatron_ds.zero.settings import FROZEN_BLOCKS
+from megatron_ds.zero.number_blocks import FROZEN_BLOCKS
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.engines import config_of, on_engines, outcomes
 from tests.harness.layout_runs import stray

@@ -10,12 +10,12 @@ import torch
 from megatron_ds.batch.batch import Batch
 from megatron_ds.batch.ledger import Ledger
 from megatron_ds.config import parse
+from megatron_ds.extensions.dry_run.world_plan import plan_world
+from megatron_ds.extensions.startup.startup_text import kept_inputs_text
 from megatron_ds.host.side_streams import Mark, SideStream
 from megatron_ds.host.waiting_tensors import WaitingTensor, WaitingTensors
 from megatron_ds.models.kept_input import InputKeeper
 from megatron_ds.mpu.group import solo
-from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.training.startup_text import kept_inputs_text
 from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda
 from tests.harness.layout_comparison import difference
 from tests.harness.threads import run_ranks

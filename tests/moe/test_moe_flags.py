@@ -10,13 +10,17 @@ from megatron_ds.checkpoint.load import check_same_model
 from megatron_ds.compat.config.unsupported import FLAGS, answer_to_flag
 from megatron_ds.config import parse
 from megatron_ds.config.messages import divisors, problems_of
-from megatron_ds.config.moe_notes import OF_DEEPSPEED, moe_notes
 from megatron_ds.config.parse import read
 from megatron_ds.config.rules.moe import MOE_RULES
 from megatron_ds.config.sources.flags import spellings
 from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.extensions.startup.moe_notes import OF_DEEPSPEED, moe_notes
+from megatron_ds.extensions.startup.startup_text import (
+    experts_text,
+    notes_text,
+    ranges_text,
+)
 from megatron_ds.training.run_checkpoint import describe_run
-from megatron_ds.training.startup_text import experts_text, notes_text, ranges_text
 from tests.config.test_config_messages import GOOD
 
 pytestmark = pytest.mark.plan

@@ -8,6 +8,7 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.extensions.dry_run.dry_run import plan_text
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.moe.capacity import Capacity
 from megatron_ds.mpu.fake_group import FakeTransport, fake_mesh
@@ -18,7 +19,6 @@ from megatron_ds.planning.flops import layers_of, model_flops
 from megatron_ds.planning.layer_costs import LayerCost, estimated_times
 from megatron_ds.planning.run_model import DTYPES, boundary_shape, describe_layers
 from megatron_ds.planning.run_plan import PipelineShape, plan_run
-from megatron_ds.planning.world_plan import plan_world
 from tests.harness.alive_bytes import AliveBytes
 
 pytestmark = [pytest.mark.plan, pytest.mark.one_in(2)]

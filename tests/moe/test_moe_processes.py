@@ -15,8 +15,8 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.group import Group
-from megatron_ds.mpu.launch import connect_torch
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.mpu.process_groups import connect_torch
 from megatron_ds.mpu.rows import (
     Waiting,
     all_gather_rows,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds.errors import CommunicationError
-from megatron_ds.mpu import launch
+from megatron_ds.mpu import process_groups
 from megatron_ds.mpu.control import forget, new_lazy_group, ring_gather
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import GETTER_GROUPS, Mesh
@@ -167,14 +167,14 @@ def record_groups(rank, world):
         return new_group(ranks, timeout, "gloo", group_desc=group_desc)
 
     with (
-        patch.object(launch, "_has_nccl", lambda: True),
+        patch.object(process_groups, "_has_nccl", lambda: True),
         patch.object(dist, "new_group", recorded),
         patch.object(TorchTransport, "open_lanes", lambda transport, device: None),
         patch.object(torch.cuda, "current_device", lambda: 0),
         # torch of CPUs has no options of NCCL
         patch.object(NcclSettings, "options", lambda *_: None),
     ):
-        mesh = Mesh(Grid.fit(4, tp=2, pp=2), rank, launch.connect_torch)
+        mesh = Mesh(Grid.fit(4, tp=2, pp=2), rank, process_groups.connect_torch)
         mesh.connect(GETTER_GROUPS)
         names = mesh.group("world").transport.all_gather_object(rank)
         mesh.close()

@@ -25,7 +25,8 @@ from megatron_ds.mpu.host_reads import (
     wait_for_mark,
     wait_for_work,
 )
-from megatron_ds.mpu.launch import Launch, connect_torch
+from megatron_ds.mpu.launch_facts import Launch
+from megatron_ds.mpu.process_groups import connect_torch
 from megatron_ds.training import distributed
 from tests.harness.fake_cuda import FakeGpu, fake_cuda
 from tests.harness.limits import VAIN

@@ -15,7 +15,9 @@ from megatron_ds.launch_env import (
     rank_in,
     size_in,
 )
-from megatron_ds.mpu.launch import Launch, expand_nodelist, read_launch
+from megatron_ds.mpu.launch import read_launch
+from megatron_ds.mpu.launch_facts import Launch
+from megatron_ds.mpu.launchers import expand_nodelist
 from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.plan

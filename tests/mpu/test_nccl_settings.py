@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu import launch
+from megatron_ds.mpu import process_groups
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.nccl_settings import NcclSettings
 from tests.harness.tiny_jobs import tiny_job
@@ -33,7 +33,7 @@ def nccl(monkeypatch):
     made = []
     stand_in = SimpleNamespace(Options=Options)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", stand_in, raising=False)
-    monkeypatch.setattr(launch, "_has_nccl", lambda: True)
+    monkeypatch.setattr(process_groups, "_has_nccl", lambda: True)
     monkeypatch.setattr(
         dist, "new_group", lambda *_, pg_options, **others: made.append(pg_options)
     )
@@ -74,11 +74,13 @@ def test_limits_are_those_of_the_group(nccl):
 
 
 def test_groups_are_made_with_their_options(nccl, monkeypatch):
-    monkeypatch.setattr(launch, "transport_over", lambda *_: None)
-    monkeypatch.setattr(launch, "control_group", lambda timeout: None, raising=False)
+    monkeypatch.setattr(process_groups, "transport_over", lambda *_: None)
+    monkeypatch.setattr(
+        process_groups, "control_group", lambda timeout: None, raising=False
+    )
     settings = NcclSettings.over(GRID, ("pp",), ("pp=2",))
     for axes in ("pp", "tp"):
-        launch.connect_torch(axes, GRID.groups(axes), 0, TIMEOUT, settings)
+        process_groups.connect_torch(axes, GRID.groups(axes), 0, TIMEOUT, settings)
     lanes = [(o.is_high_priority_stream, o.config.max_ctas) for o in nccl]
     assert lanes == [(True, 2)] * 5 * 4 + [(False, None)] * 4
 

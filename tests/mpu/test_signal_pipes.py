@@ -19,7 +19,7 @@ from megatron_ds.mpu.collectives import (
     share_memory,
 )
 from megatron_ds.mpu.group import Group
-from megatron_ds.mpu.launch import connect_torch
+from megatron_ds.mpu.process_groups import connect_torch
 from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks

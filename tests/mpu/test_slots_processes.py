@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ds.errors import CommunicationError
-from megatron_ds.mpu.launch import connect_torch
+from megatron_ds.mpu.process_groups import connect_torch
 from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
 

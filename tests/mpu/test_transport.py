@@ -229,7 +229,7 @@ def test_channels_keep_their_order_and_let_go_of_what_has_arrived():
 
 
 def wait_in_vain(rank, world):
-    from megatron_ds.mpu.launch import connect_torch
+    from megatron_ds.mpu.process_groups import connect_torch
 
     pp, dp = (
         Group(

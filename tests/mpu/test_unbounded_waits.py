@@ -52,9 +52,9 @@ ALLOWED = {
     "mpu/host_reads.py": THE_WAIT,
     "ops/attention_tiles.py": HOST,
     "ops/block_layout.py": HOST,
-    "ops/kernel_check.py:tensor_error": ONE_RANK,
+    "extensions/kernels/gpu/kernel_check.py:tensor_error": ONE_RANK,
     "planning/layer_costs.py:_now": ONE_RANK,
-    "training/replica_check.py:_digest": WAITED,
+    "extensions/guards/replica_check.py:_digest": WAITED,
     "training/run_checkpoint.py:not_finite": WAITED,
 }
 

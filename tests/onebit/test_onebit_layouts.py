@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from megatron_ds.checkpoint.disk_space import bytes_written_here
 from megatron_ds.checkpoint.load import find_checkpoint
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.planning.run_plan import optimizer_problems
-from megatron_ds.planning.world_plan import plan_world
 from tests.harness.engines import config_of, load_state, on_engines, save_state, train
 from tests.harness.layout_comparison import difference
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout

@@ -15,7 +15,7 @@ import torch
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.extensions.kernels.cpu import compiled_adam as adam
 from megatron_ds.extensions.kernels.cpu.compiled_adam import adamw_
-from megatron_ds.host.memory_maps import huge_page_zeros
+from megatron_ds.host.large_pages import huge_page_zeros
 from megatron_ds.ops import kernel_table
 from megatron_ds.ops.adam import adamw, reference_adamw_
 from megatron_ds.ops.update_rows import UNCORRECTED, AdamRow, AdamStep

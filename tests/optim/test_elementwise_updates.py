@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from megatron_ds.extensions.kernels.cpu import compiled_adam
-from megatron_ds.ops.elementwise_updates import AdagradStep, LionStep, adagrad, lion
+from megatron_ds.extensions.optimizers.elementwise_updates import (
+    AdagradStep,
+    LionStep,
+    adagrad,
+    lion,
+)
 from megatron_ds.ops.update_rows import UpdateRow
 
 pytestmark = pytest.mark.plan
@@ -131,7 +136,9 @@ def test_16_bit_gradients_and_rows_whose_temporaries_do_not_fit_at_once(
     whole = [r._replace(grad=r.grad.to(dtype).float()) for r in whole]
     low = [r._replace(grad=r.grad.to(dtype)) for r in low]
     operation.in_torch(whole[0].grad, whole, how)
-    monkeypatch.setattr("megatron_ds.ops.elementwise_updates.AT_A_TIME", 64)
+    monkeypatch.setattr(
+        "megatron_ds.extensions.optimizers.elementwise_updates.AT_A_TIME", 64
+    )
     operation.in_torch(low[0].grad, low, how)
     assert all(
         torch.equal(a.p, b.p) and torch.equal(a.low, b.low) for a, b in zip(whole, low)

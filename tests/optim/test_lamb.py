@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_ds.config import OptimizerConfig
+from megatron_ds.extensions.optimizers.lamb import Lamb, LambRule
 from megatron_ds.optim import OPTIMIZERS
-from megatron_ds.optim.lamb import Lamb, LambRule
 from tests.harness.plain_optimizers import PlainLamb
 
 pytestmark = pytest.mark.plan

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from megatron_ds.config import OptimizerConfig
-from megatron_ds.config.options.muon import COEFFICIENT_SETS, SCALE_MODES
 from megatron_ds.errors import LayoutError
+from megatron_ds.extensions.optimizers.muon import SCALES, Muon, MuonRule
+from megatron_ds.extensions.optimizers.muon_options import COEFFICIENT_SETS, SCALE_MODES
+from megatron_ds.extensions.optimizers.newton_schulz import SETS, newton_schulz
 from megatron_ds.mpu.group import Group, solo
 from megatron_ds.mpu.param_spec import (
     DATA_AXES,
@@ -17,10 +19,8 @@ from megatron_ds.mpu.param_spec import (
     ParamSpec,
     Split,
 )
-from megatron_ds.ops.newton_schulz import SETS, newton_schulz
 from megatron_ds.optim import param_groups_of
 from megatron_ds.optim.matrix_batches import HEADS, PARTS, WHOLE, change_matrices
-from megatron_ds.optim.muon import SCALES, Muon, MuonRule
 from megatron_ds.zero.data_groups import DataGroups
 from megatron_ds.zero.matrix_owners import MatrixEntry, plan_rounds
 

@@ -10,8 +10,8 @@ from megatron_ds.config.optimizer_facts import FACTS
 from megatron_ds.errors import ConfigError
 from megatron_ds.optim import OptimizerTraits, default_groups
 from megatron_ds.planning.run_plan import optimizer_problems
+from megatron_ds.zero.offload_settings import OffloadSettings
 from megatron_ds.zero.settings import STAGES, ZeroSettings
-from megatron_ds.zero.tiers import OffloadSettings
 from tests.harness.engines import config_of, load_state, on_engines, save_state, train
 from tests.harness.layout_runs import GLOBAL_BATCH, stray
 from tests.harness.tiny_jobs import TOLERANCE, tiny_job

@@ -15,7 +15,7 @@ from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.collectives import all_reduce_
 from megatron_ds.mpu.group import Group
-from megatron_ds.mpu.launch import connect_torch
+from megatron_ds.mpu.process_groups import connect_torch
 from megatron_ds.mpu.stuck_ranks import register_host
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import lower

@@ -4,10 +4,10 @@ are exact."""
 import pytest
 
 from megatron_ds.errors import ScheduleError
+from megatron_ds.extensions.report.picture import draw
 from megatron_ds.mpu.channels import MOST_SENDS
 from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import add_transfers, add_zero, lower
-from megatron_ds.pipeline.picture import draw
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import SENDS_UNDER_WAY, check, simulate
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
@@ -26,7 +27,6 @@ from megatron_ds.planning.run_model import (
     parallel_context,
 )
 from megatron_ds.planning.run_plan import PipelineShape, plan_run
-from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.build import build_replica
 from tests.harness import activation_formulas
 from tests.harness.activation_formulas import (

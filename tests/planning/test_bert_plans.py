@@ -6,10 +6,10 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.config.options.model import ModelConfig
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.models import MODELS
 from megatron_ds.planning.flops import layers_of, model_flops
 from megatron_ds.planning.layer_costs import time_layers
-from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
 from tests.harness.limits import HUNG
 from tests.harness.model_runs import context_of

@@ -8,8 +8,8 @@ from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.dry_run import device_fit
 from megatron_ds.extensions.dry_run.device_fit import DeviceMemory, fit_text, remedies
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.planning.run_plan import RULES
-from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.pretrain import KNOWN_NAMES, pretrain
 
 pytestmark = pytest.mark.plan

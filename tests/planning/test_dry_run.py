@@ -12,8 +12,8 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.planning.run_plan import RULES
-from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.pretrain import KNOWN_NAMES, pretrain
 from tests.harness.limits import HUNG
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.planning.gradient_memory import Filling, gradient_buffers
-from megatron_ds.planning.world_plan import plan_world
 from tests.harness.engines import config_of, on_engines, train
 from tests.harness.tiny_jobs import tiny_job
 

@@ -16,10 +16,10 @@ from megatron_ds.extensions.dry_run.longest_sequence import (
     longest,
     without_length,
 )
+from megatron_ds.extensions.dry_run.world_plan import plan_world, recomputed_flops
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.planning.run_model import describe_layers
-from megatron_ds.planning.world_plan import plan_world, recomputed_flops
 from tests.planning.test_activations import JOB, RANKS, STYLES, kept
 
 pytestmark = pytest.mark.plan

@@ -8,7 +8,7 @@ from megatron_ds.extensions.dry_run.bytes_text import memory_text
 from megatron_ds.extensions.dry_run.nccl_buffers import CHANNELS as C
 from megatron_ds.extensions.dry_run.nccl_buffers import CHANNELS_OF_A_PEER as P
 from megatron_ds.extensions.dry_run.nccl_buffers import nccl_buffers
-from megatron_ds.planning.world_plan import plan_world
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 
 pytestmark = pytest.mark.plan
 

@@ -6,10 +6,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ds.config import Source
+from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.pipeline.schedules import SCHEDULES
-from megatron_ds.planning.world_plan import plan_world
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.engines import config_of, on_engines
 from tests.harness.layout_comparison import random_samples, train_layout

@@ -9,7 +9,7 @@ from megatron_ds.compat.config.deepspeed_json import reading_of
 from megatron_ds.config import RunConfig
 from megatron_ds.config.parse import parse
 from megatron_ds.config.rules.training import TRAINING_RULES
-from megatron_ds.config.sources.config_text import to_dict
+from megatron_ds.config.saved_values import to_dict
 from megatron_ds.config.training_schedule import make_beta1, make_learning_rate
 from megatron_ds.errors import ConfigError
 from megatron_ds.progress.cycles import Cycle, CycledBeta, CycleRate, RangeTest

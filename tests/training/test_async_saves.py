@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ds.checkpoint.load import latest
 from megatron_ds.host import places
-from megatron_ds.host.places import PlaceWriter, read_places
+from megatron_ds.host.place_file import PlaceWriter, read_places
 from megatron_ds.training.saves import Saves
 from tests.harness.pretraining import (
     GLOBAL_BATCH,

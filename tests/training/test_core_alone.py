@@ -90,11 +90,21 @@ def test_what_needs_a_wing_is_an_error_that_names_it(core):
             ["--deepspeed_config", "ds.json"],
             ["--optimizer", "onebit_adam"],
             ["--optimizer", "adam", "--freeze-step", "3"],
+            ["--optimizer", "muon"],
+            ["--skip-spikes", "3"],
+            ["--flops-profiler"],
+            ["--tensorboard-dir", "tb"],
+            ["--fim-data"],
+            ["--tokenizer-type", "GPT2BPETokenizer"],
+            ["--pipeline-schedule", "zb-h1"],
+            ["--save", "s3://bucket/run"],
         ],
     )
     assert dialect[0] != 0
     assert "megatron_ds.compat, which is not installed" in dialect[1]
-    for (code, text), name in zip(unknown, ("onebit_adam", "--freeze-step")):
+    names = "onebit_adam --freeze-step muon --skip-spikes --flops-profiler --tensorboard-dir --fim-data"
+    names += " GPT2BPETokenizer zb-h1 stores"
+    for (code, text), name in zip(unknown, names.split(), strict=True):
         assert code != 0
         assert name in text
         assert "Not installed: megatron_ds.compat, megatron_ds.extensions" in text

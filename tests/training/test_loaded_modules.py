@@ -24,7 +24,7 @@ UNUSED = (
     "compat.engine",
     "context_parallel.",
     "data.samples.packing",
-    "data.tokenizers.file_tokenizers",
+    "extensions.tokenizers.file_tokenizers",
     "extensions.bert.bert",
     "extensions.data_efficiency.sample_order",
     "extensions.distillation.teacher",
@@ -33,11 +33,11 @@ UNUSED = (
     "extensions.onebit.adam",
     "models.context_attention",
     "moe.mixture",
-    "optim.muon",
-    "pipeline.picture",
+    "extensions.optimizers.muon",
+    "extensions.report.picture",
     "pipeline.simulate",
-    "pipeline.schedules.zero_bubble",
-    "training.rerun",
+    "extensions.zero_bubble.schedules",
+    "extensions.guards.rerun",
 )
 # What declares a feature is read at every start.
 DECLARATIONS = ("feature",)

@@ -5,8 +5,8 @@ import pytest
 from megatron_ds.checkpoint.load import read_run
 from megatron_ds.compat.conversion.own_format import source_in
 from megatron_ds.config import parse
-from megatron_ds.data.tokenizers.file_tokenizers import WORD_PIECE_TOKENS
 from megatron_ds.errors import CheckpointError
+from megatron_ds.extensions.tokenizers.file_tokenizers import WORD_PIECE_TOKENS
 from megatron_ds.training import from_checkpoint
 from megatron_ds.training.from_checkpoint import options_of_checkpoint
 from tests.compat_checkpoints.test_huggingface_damage import LLAMA, convert, written

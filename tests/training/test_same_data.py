@@ -14,11 +14,11 @@ from megatron_ds.config.parse import read
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.text.mask_file import MaskWriter
 from megatron_ds.errors import MegatronDSError
+from megatron_ds.extensions.guards.second_reading import partners_of
 from megatron_ds.training import file_copies
 from megatron_ds.training.data_facts import require_same_data
 from megatron_ds.training.file_copies import BLOCK_BYTES, spread_blocks
 from megatron_ds.training.loaders import Loaders
-from megatron_ds.training.second_reading import partners_of
 from tests.harness.pretraining import TINY, run_pretrain
 from tests.harness.spoilers import in_a_folder_of_its_own
 from tests.harness.threads import run_ranks

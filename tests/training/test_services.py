@@ -8,13 +8,13 @@ import zipfile
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.sources.config_text import from_dict, to_dict
+from megatron_ds.config.saved_values import from_dict, to_dict
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.curves.tensorboard import scalars_of
 from megatron_ds.extensions.services.options import ServiceOptions
 from megatron_ds.extensions.services.otel_log import OtelLog
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.log import check_log, open_log
-from megatron_ds.training.observe.tensorboard import scalars_of
 
 from .test_train_log import EVALUATION, RECORD, changed
 

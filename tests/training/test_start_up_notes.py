@@ -11,12 +11,12 @@ import pytest
 from megatron_ds.compat.conversion import convert_checkpoint
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.startup.startup_text import dropout_text, queues_text
 from megatron_ds.models import MODELS, build_stage, stage_modules
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.ops.kernel_table import Operation, kernels_text
 from megatron_ds.training.pretrain import pretrain
 from megatron_ds.training.run_checkpoint import log_other_workers
-from megatron_ds.training.startup_text import dropout_text, queues_text
 
 pytestmark = pytest.mark.plan
 

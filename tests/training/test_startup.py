@@ -5,10 +5,7 @@ import pytest
 from megatron_ds.config import RunConfig, Source, parse
 from megatron_ds.config.messages import value_text
 from megatron_ds.config.run import non_default
-from megatron_ds.models import MODELS, Layer
-from megatron_ds.mpu.context import ParallelContext
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.training.startup_text import (
+from megatron_ds.extensions.startup.startup_text import (
     WIDTH,
     count_parameters,
     grid_text,
@@ -16,6 +13,9 @@ from megatron_ds.training.startup_text import (
     values_text,
     vocabulary_text,
 )
+from megatron_ds.models import MODELS, Layer
+from megatron_ds.mpu.context import ParallelContext
+from megatron_ds.mpu.grid import Grid
 
 pytestmark = pytest.mark.plan
 

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.errors import DataError
-from megatron_ds.pipeline.instruction import COMPUTE, Instruction, Op, StageCosts
-from megatron_ds.pipeline.passes import lower
-from megatron_ds.pipeline.picture import LEFT, RIGHT, Panel, layout, save_png, svg
-from megatron_ds.pipeline.schedules import SCHEDULES
-from megatron_ds.pipeline.simulate import simulate
-from megatron_ds.pipeline.timeline import (
+from megatron_ds.extensions.report.picture import (
+    LEFT,
+    RIGHT,
+    Panel,
+    layout,
+    save_png,
+    svg,
+)
+from megatron_ds.extensions.report.trace_files import (
     as_simulation,
     read_traces,
     steps_of,
@@ -22,6 +25,10 @@ from megatron_ds.pipeline.timeline import (
     typical_cost,
     write_trace,
 )
+from megatron_ds.pipeline.instruction import COMPUTE, Instruction, Op, StageCosts
+from megatron_ds.pipeline.passes import lower
+from megatron_ds.pipeline.schedules import SCHEDULES
+from megatron_ds.pipeline.simulate import simulate
 from tests.harness.limits import HUNG
 from tests.harness.warm import warm_python
 

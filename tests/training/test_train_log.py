@@ -14,11 +14,11 @@ import pytest
 
 from megatron_ds.config import CheckpointConfig, LoggingConfig, RunConfig, parse
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.extensions.profiler.phase_times import times_text
 from megatron_ds.extensions.services.wandb_log import WandbLog
 from megatron_ds.progress.ramps import Progress
 from megatron_ds.training.observe.log import Log, open_log
 from megatron_ds.training.observe.metrics_file import read_metrics
-from megatron_ds.training.observe.phase_times import times_text
 from megatron_ds.training.observe.records import EvalRecord, TrainRecord, over_layers
 
 pytestmark = pytest.mark.plan

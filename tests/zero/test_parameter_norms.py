@@ -16,8 +16,8 @@ from megatron_ds.mpu.param_spec import (
 )
 from megatron_ds.optim import OptimizerTraits, ParamGroup, default_groups
 from megatron_ds.zero.data_groups import DataGroups
-from megatron_ds.zero.norm import NormEntry, ParameterNorms
 from megatron_ds.zero.optimizer import ZeroOptimizer
+from megatron_ds.zero.parameter_norms import NormEntry, ParameterNorms
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings
 from tests.harness.gradients import contribute, taken

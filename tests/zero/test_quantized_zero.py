@@ -13,11 +13,11 @@ import torch
 from megatron_ds.errors import ConfigError
 from megatron_ds.optim import default_groups
 from megatron_ds.zero.number_blocks import Blocks
+from megatron_ds.zero.offload_settings import OffloadSettings
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.prediction import ElementBytes, predict_sets
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import HIERARCHICAL, STAGES, ZeroSettings
-from megatron_ds.zero.tiers import OffloadSettings
 from tests.harness import engines
 from tests.harness.engines import BATCH, load_state, save_state
 from tests.harness.engines import config_of as config_of_job

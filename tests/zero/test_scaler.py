@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.zero.norm import LossScale, ScalerRule, ScalerState, make_scaler
+from megatron_ds.zero.loss_scale import LossScale, ScalerRule, ScalerState, make_scaler
 
 pytestmark = pytest.mark.plan
 

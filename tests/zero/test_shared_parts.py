@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.host import memory_maps as host_memory
-from megatron_ds.host.memory_maps import PAGE, Mapping, Part, share_pages
+from megatron_ds.host import shared_pages as host_memory
+from megatron_ds.host.shared_pages import PAGE, Mapping, Part, share_pages
 from megatron_ds.mpu.collectives import barrier, share_memory
-from megatron_ds.zero.gathering import MappedUnit, SharedParts
+from megatron_ds.zero.disk_tier import DiskTier
 from megatron_ds.zero.layout import plan_layout
+from megatron_ds.zero.mapped_units import MappedUnit, SharedParts
 from megatron_ds.zero.optimizer import ZeroOptimizer
-from megatron_ds.zero.tiers import DiskTier
 from tests.harness.engines import BATCH, config_of, on_engines
 from tests.harness.engines import train as train_engine
 from tests.harness.samples import in_turns

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from megatron_ds.mpu.param_spec import DATA_AXES
 from megatron_ds.zero.layout import plan_layout
-from megatron_ds.zero.offload import PAGE_ELEMENTS, plan_sub_groups
+from megatron_ds.zero.offload_settings import OffloadSettings
 from megatron_ds.zero.prediction import ElementBytes, predict_places, predict_sets
 from megatron_ds.zero.set_plan import Fact, plan_sets
 from megatron_ds.zero.settings import STAGES, ZeroSettings
-from megatron_ds.zero.tiers import OffloadSettings
+from megatron_ds.zero.sub_groups import PAGE_ELEMENTS, plan_sub_groups
 
 pytestmark = pytest.mark.plan
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from megatron_ds.zero import optimizer
-from megatron_ds.zero.tiers import Array, MemoryTier, OffloadSettings, Tiers
+from megatron_ds.zero.arrays import Array
+from megatron_ds.zero.memory_tier import MemoryTier
+from megatron_ds.zero.offload_settings import OffloadSettings
+from megatron_ds.zero.tiers import Tiers
 from tests.harness.engines import BATCH, load_state, save_state, train
 from tests.harness.engines import config_of as config_of_job
 from tests.harness.engines import on_engines as run

@@ -13,7 +13,7 @@ from megatron_ds.mpu.managed_parameter import accumulator_of
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
 from megatron_ds.optim import OPTIMIZERS, default_groups
 from megatron_ds.zero.data_groups import DataGroups
-from megatron_ds.zero.norm import LossScale, ScalerRule
+from megatron_ds.zero.loss_scale import LossScale, ScalerRule
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_ds.mpu.collectives import barrier, share_memory
-from megatron_ds.zero.gathering import SharedParts
 from megatron_ds.zero.layout import plan_layout
+from megatron_ds.zero.mapped_units import SharedParts
 from megatron_ds.zero.number_blocks import Blocks
 from megatron_ds.zero.settings import HIERARCHICAL
 from tests.harness.processes import run_processes

@@ -7,7 +7,7 @@ from torch import nn
 from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
 from megatron_ds.optim import default_groups
 from megatron_ds.zero.data_groups import DataGroups
-from megatron_ds.zero.norm import LossScale, ScalerRule
+from megatron_ds.zero.loss_scale import LossScale, ScalerRule
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.set_plan import ParameterUse
 from megatron_ds.zero.settings import STAGES, ZeroSettings

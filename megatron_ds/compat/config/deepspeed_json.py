@@ -15,7 +15,8 @@ from itertools import chain
 from typing import Any
 
 from ...config.options.option import Option, json_key, shown
-from ...config.sources.config_files import JsonDocument, declared_keys, names, text_of
+from ...config.sources.config_files import JsonDocument, declared_keys, text_of
+from ...config.sources.keys import names
 from ...config.sources.reading import SourceReading
 from ...config.sources.suggest import near_key
 from ...errors import ConfigError

@@ -15,10 +15,11 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ...config.sources.answers import OFF, Answer, table
-from ...data.loading.weighted_splits import file_of_groups, words_of_groups
+from ...features import Later
 
 Reader = Callable[[Sequence[str], str], list[str]]
 
+SPLITS = "...data.loading.weighted_splits"
 DEFAULT_KERNELS = "kernels are chosen by what the device supports"
 DEFAULT_LAYERS = "there is one implementation of each layer"
 FOREIGN_LAYERS = "the layers of a model are chosen by its options. Remove it."
@@ -44,8 +45,11 @@ def _weighted_split_readers() -> dict[str, tuple[str, Reader]]:
     for part in ("train", "valid", "test"):
         flag = f"--{part}-weighted-split-paths"
         option = f"--{part}-data-path"
-        readers[flag] = (option, words_of_groups)
-        readers[f"{flag}-path"] = (option, file_of_groups)
+        readers[flag] = (option, Later(__package__, f"{SPLITS}:words_of_groups"))
+        readers[f"{flag}-path"] = (
+            option,
+            Later(__package__, f"{SPLITS}:file_of_groups"),
+        )
     return readers
 
 

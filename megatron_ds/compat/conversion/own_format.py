@@ -39,7 +39,7 @@ from ...checkpoint.tokenizer_files import (
 from ...checkpoint.whole_tensors import StoredTensors
 from ...config import CheckpointConfig, RunConfig, Source
 from ...config.options.model import ModelConfig
-from ...config.sources.config_text import from_dict, to_dict
+from ...config.saved_values import from_dict, to_dict
 from ...data.tokenizers import build_tokenizer
 from ...errors import CheckpointError, ConfigError, DataError
 from ...features import sections_without_features

@@ -73,7 +73,7 @@ class DataParallelWorld:
         """(inner, outer), as `Mesh.split_data`. Collective over all ranks."""
         if self.mesh is not None:
             return self.mesh.split_data(size)
-        from ...mpu.launch import connect_torch
+        from ...mpu.process_groups import connect_torch
 
         groups = sorted(set(all_gather_object(self.data.ranks, self.world)))
         made = []
@@ -98,7 +98,7 @@ class DataParallelWorld:
         """
         if self.mesh is not None:
             return self.mesh.connect_apart(group, purpose)
-        from ...mpu.launch import connect_torch
+        from ...mpu.process_groups import connect_torch
 
         lists = sorted(set(all_gather_object(group.ranks, self.world)))
         name = f"{group.axes}-{purpose}"
@@ -117,7 +117,7 @@ class DataParallelWorld:
             return self.ep or solo("ep", self.rank)
         if self.mesh is not None:
             return self.mesh.group("ep")
-        from ...mpu.launch import connect_torch
+        from ...mpu.process_groups import connect_torch
 
         given = sorted(
             set(
@@ -327,7 +327,7 @@ def _adopt(axes: str, process_group: Any, size: int, traffic: Traffic) -> Group:
 
     if size == 1:
         return solo(axes, dist.get_rank() if dist.is_initialized() else 0)
-    from ...mpu.launch import transport_over
+    from ...mpu.process_groups import transport_over
 
     over = process_group or dist.group.WORLD
     ranks = tuple(dist.get_process_group_ranks(over))

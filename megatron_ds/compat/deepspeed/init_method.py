@@ -14,7 +14,8 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from ...errors import ConfigError
-from ...mpu.launch import Launch, read_launch
+from ...mpu.launch import read_launch
+from ...mpu.launch_facts import Launch
 
 NUMBERS = {"rank": "RANK", "world_size": "WORLD_SIZE"}
 

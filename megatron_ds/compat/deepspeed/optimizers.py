@@ -3,11 +3,17 @@ DeepSpeedCPUAdam are in ops/adam.py.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from ...errors import ConfigError
-from ...optim.adagrad import Adagrad
-from ...optim.lamb import Lamb, LambRule
-from ...optim.lion import Lion
+from ...features import Provided
+
+# A module of `Adagrad`, `Lamb`, `LambRule` and `Lion`.
+CLASSES: Provided[Any] = Provided("optimizer classes")
+classes = CLASSES.get()
+Adagrad: Any = classes.Adagrad
+Lamb: Any = classes.Lamb
+Lion: Any = classes.Lion
 
 
 class FusedLion(Lion):
@@ -81,7 +87,7 @@ class FusedLamb(Lamb):
                 "FusedLamb(max_grad_norm=…, amsgrad=…) is not supported. Leave them out; "
                 '"gradient_clipping" in the config clips.'
             )
-        rule = LambRule(
+        rule = classes.LambRule(
             bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt
         )
         super().__init__(

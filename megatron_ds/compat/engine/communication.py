@@ -9,28 +9,32 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from ...config.options.profiler import ProfilerConfig
-from ...mpu.communication_log import CommunicationLog, LoggedMessage
+from ...config import RunConfig
+from ...features import Provided
 from ...mpu.group import Group
-from ...training.observe.comms_log import make_log, seconds_of_groups, table_text
 from ..deepspeed.external_groups import DataParallelWorld
 from .engine import show
 
-_log: ContextVar[tuple[CommunicationLog, Group] | None] = ContextVar(
+# A module of `log_of_run`, `LoggedMessage`, `seconds_of_groups` and `table_text`.
+COMMUNICATION_LOG: Provided[Any] = Provided("communication log")
+_log: ContextVar[tuple[Any, Group] | None] = ContextVar(
     "communication log", default=None
 )
 
 
-def record_communication(wish: ProfilerConfig, world: DataParallelWorld) -> None:
+def record_communication(settings: RunConfig, world: DataParallelWorld) -> None:
     """Record the collectives of an engine's groups from now on, if its JSON asks for that.
 
     Engines that ask have one log, with the operations of the first. Engines on the same Mesh share their groups.
     """
+    logs = COMMUNICATION_LOG.find()
+    log = logs and logs.log_of_run(settings, world.rank, world.device)
+    if log is None:
+        return
     found = _log.get()
-    log = found[0] if found else make_log(wish, world.rank, world.device)
-    if wish.comms_logger and log is not None:
-        world.traffic.log = log
-        _log.set((log, world.world))
+    log = found[0] if found else log
+    world.traffic.log = log
+    _log.set((log, world.world))
 
 
 def recorded_call(
@@ -50,7 +54,8 @@ def recorded_call(
     if found is None or not ranks:
         work = begin()
     else:
-        message = LoggedMessage(operation, "program", len(ranks), ranks[0], num_bytes)
+        kind = COMMUNICATION_LOG.get().LoggedMessage
+        message = kind(operation, "program", len(ranks), ranks[0], num_bytes)
         work = found[0].record(message, begin)
     if async_op or work is None:
         return work
@@ -76,9 +81,8 @@ def recorded_objects(
     started = log.now()
     exchange()
     num_bytes = sum(len(pickle.dumps(moved)) for moved in objects())
-    log.add(
-        LoggedMessage(operation, "objects", len(ranks), ranks[0], num_bytes), started
-    )
+    kind = COMMUNICATION_LOG.get().LoggedMessage
+    log.add(kind(operation, "objects", len(ranks), ranks[0], num_bytes), started)
 
 
 def show_communication(has_waits: bool = False) -> bool:
@@ -91,7 +95,8 @@ def show_communication(has_waits: bool = False) -> bool:
         return False
     log, world = found
     log.complete_rows()
-    of_groups = seconds_of_groups(log, world) if has_waits else None
+    logs = COMMUNICATION_LOG.get()
+    of_groups = logs.seconds_of_groups(log, world) if has_waits else None
     if world.rank == 0:
-        show(table_text(log, world.ranks[0], of_groups))
+        show(logs.table_text(log, world.ranks[0], of_groups))
     return True

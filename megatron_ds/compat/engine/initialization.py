@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ...config import RunConfig
-from ...config.sources.config_text import report_without_effect
 from ...config.sources.reading import SourceReading
+from ...config.sources.without_effect import report_without_effect
 from ...errors import ArgumentError, ConfigError
 from ...launch_env import local_rank_contradiction, with_local_rank
 from ...mpu.agree import on_all_ranks
@@ -313,7 +313,7 @@ def _build_engine(
     engine = kind(model, ready.block, settings, world, optimizer, hooks, monitor)
     connect_layers(engine)
     connect_routers(engine)
-    record_communication(settings.profiler, world)
+    record_communication(settings, world)
     for p in model.parameters():
         vars(p)["engine"] = weakref.ref(engine)  # for zero.GatheredParameters
         if type(p) in (nn.Parameter, ManagedParameter) and (p.requires_grad or layers):

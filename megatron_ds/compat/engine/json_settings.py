@@ -30,7 +30,7 @@ from torch import nn
 
 from ...config import RunConfig, Source
 from ...config.messages import problems_of
-from ...config.rules.layout import LAYOUT_RULES
+from ...config.rules.chosen import layout_rules
 from ...config.rules.need import NEED_RULES
 from ...config.rules.optimizer import optimizer_options
 from ...config.rules.training import batch, learning_rate, number_format
@@ -97,6 +97,8 @@ KEYS = {
     "optimizer.lr_decay_style": "scheduler.type",
     "optimizer.lr_warmup_iters": "scheduler.params.warmup_num_steps",
     "optimizer.min_lr": "scheduler.params.cos_min_ratio",
+    "logging.tensorboard_dir": "tensorboard.output_path",
+    "logging.csv_monitor_dir": "csv_monitor.output_path",
     "optimizer.lr_warmup_init": "scheduler.params.warmup_min_lr",
 }
 # Schedulers that must know where the decay ends.
@@ -298,7 +300,7 @@ def _broken(config: RunConfig) -> Iterator[str]:
         learning_rate,
         optimizer_options,
         number_format,
-        *LAYOUT_RULES,
+        *layout_rules(config),
     )
     yield from map(in_words_of_json, problems_of(rules, config))
 

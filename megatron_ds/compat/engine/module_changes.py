@@ -30,8 +30,8 @@ from ...errors import CallError
 from ...mpu.collectives import all_gather_object
 from ...mpu.group import Group
 from ...mpu.managed_parameter import ManagedParameter, spec_of
+from ...zero.offload_settings import DEVICE
 from ...zero.optimizer import ZeroOptimizer
-from ...zero.tiers import DEVICE
 from ...zero.unused import PathCheck
 from .gradients import EngineParameter, Gradients, store_of
 from .module_specs import name_of

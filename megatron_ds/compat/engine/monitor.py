@@ -11,8 +11,7 @@ curves with `engine.monitor.write_events`. The sinks are those of a training scr
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -21,35 +20,22 @@ from ...config import RunConfig
 from ...errors import ConfigError
 from ...features import metric_sinks
 from ...mpu.host_reads import read_number
-from ...training.observe.csv_monitor import CsvFiles
 from ...training.observe.sink import (
     PointSink,
     Sink,
     Tolerant,
-    check_folder,
 )
-from ...training.observe.tensorboard import EventFile
 from .json_settings import in_words_of_json
-
-# Option of a folder → its key, and the sink that writes there.
-FILES: Mapping[str, tuple[str, Callable[[Path], EventFile | CsvFiles]]] = {
-    "tensorboard_dir": ('"tensorboard.output_path"', EventFile),
-    "csv_monitor_dir": ('"csv_monitor.output_path"', CsvFiles),
-}
 
 logger = logging.getLogger(__name__)
 
 
-def sinks_of(config: RunConfig) -> Iterator[EventFile | CsvFiles | PointSink]:
+def sinks_of(config: RunConfig) -> Iterator[PointSink]:
     """Yield the sinks that the JSON enables. Raises ConfigError where a folder is not writable.
 
     A service whose package is missing, or that cannot begin, is left out with a warning: a program that only asks for
     curves goes on without them.
     """
-    for option, (key, kind) in FILES.items():
-        if folder := getattr(config.logging, option):
-            check_folder(key, Path(folder))
-            yield kind(Path(folder))
     for service in metric_sinks(config):
         if service.points is None:
             continue

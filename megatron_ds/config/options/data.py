@@ -1,10 +1,8 @@
 """`DataConfig`: corpora, tokenizer, order of samples."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from .need import need
-from .option import option
+from .option import added_options, option
 
 DEFAULT_SPLIT = "969, 30, 1"
 # Names of HuggingFaceTokenizer in Megatron-DeepSpeed, in BigScience's and Huawei's forks, in Zyphra's, and of
@@ -25,7 +23,9 @@ HF_TOKENIZERS = (
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(
+    *added_options("data"),  # type: ignore[misc]  # base classes are found at run time
+):
     """Options of the data: mock data, --data-path divided by --split, or a path for each split. A file may
     list the paths.
     """
@@ -136,58 +136,6 @@ class DataConfig:
         "have answers of different lengths.",
         avoid="Conversations longer than a sample lose their end.",
     )
-    fim_data: bool = option(
-        False,
-        help="Fill in the middle: move the middle of documents to their end, after special tokens, so that "
-        "the model learns to write between two texts.",
-        avoid="It is for code completion. A sample loses one token at its end for each special token.",
-    )
-    fim_rate: float = option(
-        0.5,
-        at_least=0,
-        at_most=1,
-        needs=need("data.fim_data"),
-        help="Share of the documents that are rearranged.",
-    )
-    fim_spm_rate: float = option(
-        0.5,
-        at_least=0,
-        at_most=1,
-        needs=need("data.fim_data"),
-        help="Share of those in which the suffix comes first.",
-    )
-    fim_split_sample: str | None = option(
-        None,
-        needs=need("data.fim_data"),
-        help="Token at which a document is cut into fragments, such as files, each rearranged separately.",
-    )
-    fim_fragment_rate: float | None = option(
-        None,
-        at_least=0,
-        at_most=1,
-        needs=need("data.fim_split_sample"),
-        help="Share of the fragments that are rearranged. Default: --fim-rate.",
-    )
-    fim_no_prefix: str | None = option(
-        None,
-        needs=need("data.fim_data"),
-        help="Do not rearrange texts that begin with this.",
-    )
-    fim_prefix_token: str = option(
-        "<fim_prefix>",
-        needs=need("data.fim_data"),
-        help="Token before the prefix, or its id.",
-    )
-    fim_middle_token: str = option(
-        "<fim_middle>",
-        needs=need("data.fim_data"),
-        help="Token before the middle, or its id.",
-    )
-    fim_suffix_token: str = option(
-        "<fim_suffix>",
-        needs=need("data.fim_data"),
-        help="Token before the suffix, or its id.",
-    )
     dataloader_type: str = option(
         "single",
         choices=("single", "cyclic"),
@@ -216,20 +164,6 @@ class DataConfig:
     def has_split_paths(self) -> bool:
         """Whether each split has corpora of its own."""
         return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
-
-    @property
-    def fill_in_the_middle(self) -> list[Any]:
-        """The options that change what --fim-data makes of a document."""
-        return [
-            self.fim_rate,
-            self.fim_spm_rate,
-            self.fim_split_sample,
-            self.fim_fragment_rate,
-            self.fim_no_prefix,
-            self.fim_prefix_token,
-            self.fim_middle_token,
-            self.fim_suffix_token,
-        ]
 
     @property
     def is_divided_by_split(self) -> bool:

@@ -477,3 +477,16 @@ class ZeroConfig:
             for path, folder in folders.items()
             if getattr(self, path.partition(".")[2]) == "nvme"
         }
+
+
+# Options that state the layers of a stage, and options that count something else as a layer.
+COUNTS = (
+    "parallel.decoder_first_pipeline_num_layers",
+    "parallel.decoder_last_pipeline_num_layers",
+)
+
+
+ACCOUNTS = (
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
+)

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 
 from ...features import own_features
 from .cycle import ONE_CYCLE, RANGE_TEST
-from .muon import MuonConfig
 from .need import need
 from .option import DTYPE_NAMES, added_options, option
-from .task import TaskOptions
 
 # DeepSpeed's schedulers, which count steps.
 DEEPSPEED_STYLES = (
@@ -34,7 +32,6 @@ DECOUPLED_RATE = "decoupled"
 
 
 OPTIMIZERS = (
-    "adagrad",
     "sgd",
     *(name for feature in own_features() for name in feature.optimizers),
 )
@@ -42,7 +39,6 @@ OPTIMIZERS = (
 
 @dataclass(frozen=True)
 class OptimizerConfig(
-    MuonConfig,
     *added_options("optimizer"),  # type: ignore[misc]  # base classes are found at run time
 ):
     """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
@@ -51,7 +47,7 @@ class OptimizerConfig(
 
     optimizer: str = option(
         "adam",
-        help="Name of a registered optimizer: adam (decoupled weight decay), lamb, lion, muon, "
+        help="Name of a registered optimizer: adam (decoupled weight decay), "
         f"{', '.join(OPTIMIZERS)} (docs/scale/optimizers.md).",
     )
     lr: float = option(
@@ -139,45 +135,6 @@ class OptimizerConfig(
         avoid="AdamW generalises better.",
     )
     sgd_momentum: float = option(0.9, at_least=0, below=1, help="Momentum (sgd only).")
-    lion_beta1: float = option(
-        0.95,
-        at_least=0,
-        below=1,
-        help="Weight of the momentum in the sign that is the update (lion only).",
-        avoid="The paper has 0.9, with --lion-beta2 0.99.",
-    )
-    lion_beta2: float = option(
-        0.98, at_least=0, below=1, help="Decay rate of the momentum (lion only)."
-    )
-    adagrad_eps: float = option(
-        1e-10,
-        above=0,
-        help="Added to the root of the sum of squared gradients (adagrad only).",
-    )
-    lamb_form: str = option(
-        "deepspeed",
-        choices=("deepspeed", "paper"),
-        help="Whether bias correction multiplies the step, as in DeepSpeed, which makes the first steps "
-        "smaller, or the moments, as in the paper (lamb only).",
-        avoid="A learning rate of one form does not suit the other.",
-    )
-    lamb_max_coeff: float = option(
-        10.0,
-        above=0,
-        json="optimizer.params.max_coeff",
-        help="Largest trust ratio, the norm of a weight over that of its update (lamb only).",
-    )
-    lamb_min_coeff: float = option(
-        0.01,
-        at_least=0,
-        json="optimizer.params.min_coeff",
-        help="Smallest trust ratio (lamb only).",
-    )
-    lamb_eps_inside_sqrt: bool = option(
-        False,
-        json="optimizer.params.eps_inside_sqrt",
-        help="Add --adam-eps to the second moment, before its root is taken (lamb only).",
-    )
     param_groups: tuple[str, ...] = option(
         (),
         flag="--param-group",
@@ -357,7 +314,9 @@ class OptimizerConfig(
 
 
 @dataclass(frozen=True)
-class TrainConfig(TaskOptions):
+class TrainConfig(
+    *added_options("train"),  # type: ignore[misc]  # base classes are found at run time
+):
     """Batch, length, evaluation, ways to end, recomputation.
 
     After parsing, micro_batch_size and global_batch_size are numbers, and gradient_accumulation_steps is
@@ -557,63 +516,10 @@ class TrainConfig(TaskOptions):
         help="What to do when the loss is not finite. It is printed, counted and located in both cases.",
         avoid="A run that continues rarely recovers.",
     )
-    skip_spikes: float | None = option(
-        None,
-        above=1,
-        help="Drop the update of a step, as after an overflow, when the norm of its gradient is more than this "
-        "factor times a quantile of the norms of recent updates. Its samples are recorded in metrics.jsonl.",
-        avoid="Samples of dropped steps are not trained on. A small factor drops good steps too: begin at 3.",
-    )
-    skip_spikes_quantile: float = option(
-        0.9,
-        above=0,
-        at_most=1,
-        needs=need("train.skip_spikes"),
-        help="The quantile of recent norms with which --skip-spikes compares: 0.5 is the median, 1 the maximum.",
-    )
-    skip_spikes_window: int = option(
-        128,
-        at_least=1,
-        unit="iterations",
-        needs=need("train.skip_spikes"),
-        help="Updates whose norms --skip-spikes keeps. It drops nothing before that many were made.",
-    )
-    skip_spikes_limit: int = option(
-        10,
-        at_least=1,
-        unit="iterations",
-        needs=need("train.skip_spikes"),
-        help="Stop the run with an error when --skip-spikes drops this many updates in a row.",
-    )
-    rerun_bad_steps: bool = option(
-        False,
-        help="Compute a step again, before its update, when its loss or gradient is not finite or it is a spike of "
-        "--skip-spikes, and compare the bits: a transient fault of the hardware is logged with its rank and the "
-        "run goes on with the gradients that repeat. Not after an overflow of dynamic loss scaling.",
-        avoid="Each step reads all gradients once more, for their checksum. On a GPU add --deterministic-mode: "
-        "other operations do not repeat their bits.",
-    )
-    rerun_steps_interval: int | None = option(
-        None,
-        at_least=1,
-        unit="iterations",
-        needs=need("train.rerun_bad_steps"),
-        help="With --rerun-bad-steps, compute also every step again that is a multiple of this, whatever its "
-        "result.",
-        avoid="A step that is computed again takes twice its time.",
-    )
     calculate_per_token_loss: bool = option(
         False,
         help="Give all tokens of a global batch the same weight, instead of all its micro-batches.",
         avoid="It only matters if micro-batches have different numbers of unmasked tokens.",
-    )
-    check_weight_hash_across_dp_replicas_interval: int | None = option(
-        None,
-        at_least=1,
-        unit="iterations",
-        help="Compare the weights of data-parallel ranks at steps that are a multiple of this, and stop if "
-        "they differ. With ZeRO stage 3 only those that are whole on every rank.",
-        avoid="It copies all weights to the host.",
     )
     deterministic_mode: bool = option(
         False,

@@ -88,20 +88,13 @@ def _is_split(text: str) -> bool:
     )
 
 
-def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
-    """The other --fim options need --fim-data, and --fim-data needs documents."""
-    data = config.data
-    if data.fim_data and data.mock_data:
-        yield "--fim-data with --mock-data: random tokens have no text to rearrange. Remove one of the two."
-
-
 def _is_of_other_things(config: RunConfig) -> bool:
     """Whether the loss is no mean over tokens."""
     return config.objective is not None and not config.objective.is_of_tokens
 
 
 def packing(config: RunConfig) -> Iterator[str]:
-    """--pack-documents excludes --mock-data, which has no documents, and --fim-data, which changes them."""
+    """--pack-documents excludes --mock-data, which has no documents."""
     data = config.data
     if data.sft and data.mock_data:
         yield "--sft with --mock-data: random tokens have no answers. Remove one of the two."
@@ -119,15 +112,9 @@ def packing(config: RunConfig) -> Iterator[str]:
             "--pack-documents with --mock-data: random samples have no documents to pack. Remove one of "
             "the two."
         )
-    if data.pack_documents and data.fim_data:
-        yield (
-            "--pack-documents with --fim-data: packed samples have no room for the special tokens. Remove "
-            "one of the two; --reset-attention-mask also separates documents."
-        )
 
 
 DATA_RULES = (
     corpus,
-    fill_in_the_middle,
     packing,
 )

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from ...features import objectives
 from ..messages import divisors, either, flag, neighbours
+from ..options.cycle import ONE_CYCLE, RANGE_TEST
 from ..options.training import DEEPSPEED_STYLES
 from ..run import RunConfig, all_options
 from ..training_schedule import counts_tokens, parse_batch_steps
-from .cycle import cycles
 from .optimizer import optimizer_options
 
 WARMUP_STYLES = tuple(style for style in DEEPSPEED_STYLES if style.startswith("Warmup"))
@@ -334,7 +334,10 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
         )
     if rate.lr_decay_style in DEEPSPEED_STYLES:
         yield from _deepspeed_style(config)
-    yield from cycles(config)
+    if config.optimizer.lr_decay_style in (ONE_CYCLE, RANGE_TEST):
+        from .cycle import cycles
+
+        yield from cycles(config)
 
 
 def _decoupled(config: RunConfig) -> Iterator[str]:
@@ -428,35 +431,6 @@ def tiles(config: RunConfig) -> Iterator[str]:
         )
 
 
-def traces(config: RunConfig) -> Iterator[str]:
-    """The steps of a trace are in order."""
-    steps = config.logging.trace_steps
-    if steps and steps[0] > steps[1]:
-        yield "[trace_steps] ends before it begins. Give the first step, then the last."
-
-
-def profiles(config: RunConfig) -> Iterator[str]:
-    """An autotuner's run measures at least one step; the noise scale compares two batches."""
-    wanted = config.profiler
-    # The noise scale compares two batches.
-    size = config.train.global_batch_size
-    if (
-        wanted.grad_noise_scale
-        and size
-        and config.data_parallel_size
-        and config.num_microbatches < 2
-    ):
-        yield (
-            "[grad_noise_scale] compares the first micro-batch with the whole step, but "
-            "[global_batch_size] is one micro-batch of [micro_batch_size] on each of "
-            f"{config.data_parallel_size} data-parallel ranks. Use a smaller micro-batch, or a larger "
-            "global batch."
-        )
-    # An autotuner measures steps.
-    if wanted.autotuning and wanted.autotuning_start_step > wanted.autotuning_end_step:
-        yield "[autotuning_start_step] is after [autotuning_end_step]: no step is measured. Lower it."
-
-
 def one_objective(config: RunConfig) -> Iterator[str]:
     """At most one feature replaces the loss of the model."""
     names = [*objectives(config)]
@@ -479,8 +453,6 @@ TRAINING_RULES = (
     number_format,
     recomputation,
     tiles,
-    traces,
-    profiles,
     planning,
     one_objective,
 )

@@ -2,17 +2,8 @@
 
 from collections.abc import Sequence
 
+from ..options.parallel import ACCOUNTS, COUNTS
 from ..run import RunConfig
-
-# Options that state the layers of a stage, and options that count something else as a layer.
-COUNTS = (
-    "parallel.decoder_first_pipeline_num_layers",
-    "parallel.decoder_last_pipeline_num_layers",
-)
-ACCOUNTS = (
-    "parallel.account_for_embedding_in_pipeline_split",
-    "parallel.account_for_loss_in_pipeline_split",
-)
 
 
 def given_of(config: RunConfig, paths: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...features import features
 from ..options.moe import MOE_PATHS
-from ..rules.uneven_stages import uneven_layout
+from ..options.parallel import ACCOUNTS, COUNTS
 from ..run import RUN, RunConfig, Source, all_options
 from ..training_schedule import parse_batch_steps
 from .reading import PartOf, Setting, reject
@@ -248,6 +248,10 @@ def _with_layout(config: RunConfig) -> RunConfig:
     """Return the layers of each stage, where options other than --pipeline-layout state them."""
     if config.parallel.pipeline_layout is not None:
         return config
+    if all(map(config.is_default, (*COUNTS, *ACCOUNTS))):
+        return config
+    from ..rules.uneven_stages import uneven_layout
+
     layout = uneven_layout(config)
     if layout is None:
         return config

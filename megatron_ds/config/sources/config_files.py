@@ -27,6 +27,7 @@ from ..messages import value_text
 from ..options.option import Option, coerce
 from ..run import RUN, Source, all_options, formerly, name_of_section, sections
 from .flags import Spelling, spellings
+from .keys import names
 from .reading import Setting, SourceReading
 from .suggest import near_key
 
@@ -281,22 +282,6 @@ class FileEntry:
         return near_key(self.name, here) or near_key(
             self.name, {name: name for name in names()}
         )
-
-
-@per_features
-def names() -> Mapping[str, Option]:
-    """Key → option. Keys are the field's name, and its flags that take a value, with underscores."""
-    table: dict[str, Option] = {}
-    for option in all_options().values():
-        if option.name in table:
-            raise ConfigError(
-                f"{table[option.name].path} and {option.path} have the same name. Rename the option of the feature."
-            )
-        table[option.name] = option
-    for option in all_options().values():
-        for flag in (option.flag, *option.flags):
-            table.setdefault(flag[2:].replace("-", "_"), option)
-    return table
 
 
 class JsonDocument(SourceReading):

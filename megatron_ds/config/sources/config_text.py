@@ -2,23 +2,16 @@
 
 import json
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ...errors import ConfigError
 from ...features import FLAG as IMPORT_FLAG
-from ...features import features, missing_wings, origins
-from ...registry import did_you_mean
+from ...features import features, origins
 from ..messages import either, needed, value_text
 from ..options.option import Option
 from ..run import (
     RunConfig,
-    Source,
     all_options,
-    by_field,
-    home_of,
-    name_of_section,
     options_in,
     sections,
 )
@@ -273,22 +266,6 @@ def _rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield from (*head, *body)
 
 
-def report_without_effect(config: RunConfig) -> str:
-    """Return a list of accepted flags and keys that change nothing, by reason. Empty if there are none.
-
-    accepted, nothing to do:
-      --use-flash-attn, --transformer-impl    kernels are chosen by what the device supports
-    """
-    if not config.without_effect:
-        return ""
-    names: dict[str, str] = {}
-    for name, why in config.without_effect.items():
-        names[why] = f"{names[why]}, {name}" if why in names else name
-    width = min(WIDEST, max(map(len, names.values())))
-    rows = [f"  {listed.ljust(width)}  {why}" for why, listed in names.items()]
-    return "\n".join(["accepted, nothing to do:", *rows])
-
-
 def to_yaml(config: RunConfig) -> str:
     """Every option as YAML for `--config`, with its source as a comment."""
     lines = [
@@ -317,68 +294,3 @@ def _yaml_value(value: Any) -> str:
     return (
         json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
     )
-
-
-def to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain values for JSON: each section, the world size, and the sources as {path: [kind, name]}."""
-    values = {
-        section: {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(config.section(section)).items()
-        }
-        for section in sections()
-    }
-    return {
-        **values,
-        "world_size": config.world_size,
-        "sources": {
-            path: [source.kind, source.name] for path, source in config.sources.items()
-        },
-    }
-
-
-def from_dict(saved: Mapping[str, Any], left_out: Collection[str] = ()) -> RunConfig:
-    """Return the config that `to_dict` of this or an older version wrote, without the sections `left_out`.
-
-    Raises ConfigError for other sections and fields that are unknown.
-    """
-    saved = {name_of_section(name): values for name, values in saved.items()}
-    for name in saved.keys() - {*sections(), *left_out, "world_size", "sources"}:
-        raise ConfigError(
-            f"the saved configuration has a section {name}, which does not exist in this version. It was written by "
-            f"another version, or with a feature that is not loaded.{missing_wings()}"
-        )
-    given: dict[str, dict[str, Any]] = {section: {} for section in sections()}
-    for section in sections():
-        for name, value in saved.get(section, {}).items():
-            given[home_of(section, name)][name] = value
-    values = {
-        section: cls(**_fields(section, given[section]))
-        for section, cls in sections().items()
-    }
-    sources = {
-        _renamed(path): Source(*source)
-        for path, source in saved.get("sources", {}).items()
-    }
-    return RunConfig(
-        **by_field(values), world_size=saved.get("world_size", 1), sources=sources
-    )
-
-
-def _renamed(path: str) -> str:
-    section, dot, name = path.partition(".")
-    return home_of(name_of_section(section), name) + dot + name
-
-
-def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    names = [option.name for option in options_in(section)]
-    for name in saved:
-        if name not in names:
-            raise ConfigError(
-                f"the saved configuration has {section}.{name}, which does not exist in this "
-                f"version{did_you_mean(name, names) or '.'} It was written by another version.{missing_wings()}"
-            )
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in saved.items()
-    }

@@ -5,7 +5,7 @@ explains flags of Megatron that have no option here.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..options.option import Option, coerce
 from ..run import Source, all_options
 from .foreign_words import foreign_words
 from .reading import Setting, SourceReading
-from .suggest import near_flag
 
 CONFIG_FLAG = "--config"
 DEEPSPEED_FLAG = "--deepspeed-config"
@@ -293,12 +292,16 @@ def _one_word(flag: str, words: list[str], option: Option) -> str:
     return words[0]
 
 
+def _near(flag: str, known: Iterable[str]) -> str:
+    from .suggest import near_flag  # tables of names, for messages alone
+
+    return near_flag(flag, known)
+
+
 def _misspelt(line: CommandLine, word: str) -> None:
     flag = "--" + canonical(word.partition("=")[0]).lstrip("-–—")
     near = (
-        f"; did you mean {flag!r}?"
-        if flag in spellings()
-        else near_flag(flag, spellings())
+        f"; did you mean {flag!r}?" if flag in spellings() else _near(flag, spellings())
     )
     _refuse(
         line,
@@ -323,7 +326,7 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     value = " ".join(words)
     answer = foreign_words().answer_to_flag(flag)
     if answer is None:
-        near = near_flag(flag, [*spellings(), *OF_THE_LINE])
+        near = _near(flag, [*spellings(), *OF_THE_LINE])
         _refuse(
             line,
             f"unknown flag {typed}{near or '.'} All flags: --help.{missing_wings()}",

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from ...errors import ConfigError
 from ...features import FLAG, import_features
-from .config_files import imports_in
 from .flags import CONFIG_FLAG, CommandLine, canonical, flags_with_words
 
 
@@ -30,5 +29,7 @@ def _modules(argv: Sequence[str]) -> Iterator[str]:
                 raise ConfigError(f"{FLAG} needs the name of a module after it.")
             yield from words
         if flag == CONFIG_FLAG:
+            from .config_files import imports_in
+
             for path in words:
                 yield from imports_in(path)

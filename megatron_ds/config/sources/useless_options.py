@@ -7,9 +7,9 @@ condition, the options that then mean nothing, and why.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...features import metric_sinks
+from ...features import features, metric_sinks
 from ..messages import written
-from ..rules.uneven_stages import ACCOUNTS
+from ..options.parallel import ACCOUNTS
 from ..run import RunConfig, Source, all_options
 
 QUANTIZED = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients")
@@ -43,12 +43,6 @@ OF_STAGE_3 = (
     "zero.param_persistence_threshold",
     "zero.prefetch_bucket_size",
     "zero.zero_hpz_partition_size",
-)
-TO_TENSORBOARD = (
-    "logging.log_memory_to_tensorboard",
-    "logging.log_world_size_to_tensorboard",
-    "logging.log_timers_to_tensorboard",
-    "logging.log_optimizer_states_to_tensorboard",
 )
 KEPT_INPUTS = ("train.checkpoint_in_cpu", "train.distribute_saved_activations")
 
@@ -97,10 +91,6 @@ def _one_data_rank(config: RunConfig) -> bool:
 
 def _sum_dtype(config: RunConfig) -> str:
     return config.zero.communication_data_type or config.optimizer.main_grads_dtype
-
-
-def _sends_to_tensorboard(config: RunConfig) -> bool:
-    return bool(config.logging.tensorboard_dir or metric_sinks(config))
 
 
 USELESS = (
@@ -195,11 +185,6 @@ USELESS = (
         lambda config: config.checkpoint.load is None,
     ),
     Useless(
-        TO_TENSORBOARD,
-        "there is no --tensorboard-dir, nor a service that receives its values",
-        lambda config: not _sends_to_tensorboard(config),
-    ),
-    Useless(
         SAVING,
         "no checkpoint is written without --save DIR",
         lambda config: config.checkpoint.save is None,
@@ -207,9 +192,16 @@ USELESS = (
 )
 
 
+def sends_tags(config: RunConfig) -> bool:
+    """Return whether a sink receives values that have a tag of their own."""
+    return any(sink.has_tags for sink in metric_sinks(config))
+
+
 def without_useless_options(config: RunConfig) -> RunConfig:
     """Return the configuration without options that have no effect beside others."""
-    for row in USELESS:
+    of_features = (feature.useless for feature in features())
+    added = [row for rows in of_features if rows is not None for row in rows()]
+    for row in (*USELESS, *added):
         if row.holds(config):
             paths = _of_json(config, row.paths) if row.from_json else row.paths
             config = without(config, paths, row.reason(config))

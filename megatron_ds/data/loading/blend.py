@@ -1,38 +1,23 @@
-"""The corpora and their parts: from the data flags, the files that they name, and --split.
+"""Blends: one stream of samples from several datasets, in proportion to their weights, as in Megatron.
 
-    --data-path 0.3 a 0.7 b
-    --data-path 0.3 0:0.6 a 0.7 b     of a the first 60 % of its documents
-    --data-path @FILE                 the words in a file, also in the form of BigScience's fork
-    --data-args-path FILE             the same in a file, on any number of lines
-    --train-data-path a --valid-…     a path for each part
-    --per-split-data-args-path FILE   {"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": []}
-
-A blend is one stream of samples from several datasets, in proportion to their weights, as in Megatron. Each
-step draws from the dataset that is farthest behind its share: the one with the largest
+Each step draws from the dataset that is farthest behind its share: the one with the largest
 weight · max(step, 1) − samples drawn so far; of equals, the first. A dataset is never far from its share, so
 any part of the training sees the mixture.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ...errors import ConfigError, DataError
-from ...host.regular_file import read_text
+from ...errors import ConfigError
 from .index_maps import extension, num_threads
-from .weighted_splits import words_of_file
 
-if TYPE_CHECKING:
-    from ...config import DataConfig
-
-PARTS = ("train", "valid", "test")
 MAX_DATASETS = np.iinfo(np.int16).max
 SURPLUS = 0.005
 SEGMENT = 1 << 16  # fewest steps that a thread draws at a time
@@ -45,75 +30,6 @@ MOST_ROWS = 24  # of the table of draws
 RANGE = re.compile(r"([\d.]+(?:e-?\d+)?):([\d.]+(?:e-?\d+)?)")
 
 
-class DataPath(NamedTuple):
-    """The weights and prefixes of a data path, and its flag for messages. No values: not given."""
-
-    flag: str
-    values: tuple[str, ...]
-
-
-class BlendSources(NamedTuple):
-    """Either `whole`, which --split divides, or `parts`, one path for each of train, valid and test."""
-
-    whole: DataPath | None
-    parts: tuple[DataPath, ...]
-
-
-def read_sources(data: "DataConfig") -> BlendSources:
-    """Return the data paths of a run. Reads only the files of --(per-split-)data-args-path and of @FILE. Raises
-    DataError for a malformed one."""
-    if data.per_split_data_args_path:
-        flag = "--per-split-data-args-path"
-        path = data.per_split_data_args_path
-        found = _json_values(flag, path)
-        return BlendSources(
-            None,
-            tuple(DataPath(f"{flag} {path}, {part}", found[part]) for part in PARTS),
-        )
-    # Rules of the configuration admit one of these ways only.
-    if data.has_split_paths:
-        paths = {part: tuple(getattr(data, f"{part}_data_path")) for part in PARTS}
-        return BlendSources(
-            None,
-            tuple(
-                _written_out(f"--{part}-data-path", words)
-                for part, words in paths.items()
-            ),
-        )
-    if data.data_args_path:
-        flag = "--data-args-path"
-        path = data.data_args_path
-        values = _text(flag, path).split()
-        if not values:
-            raise _unfit(
-                flag, path, "it is empty", "weights and prefixes, as for --data-path"
-            )
-        return BlendSources(DataPath(f"{flag} {path}", tuple(values)), ())
-    return BlendSources(_written_out("--data-path", tuple(data.data_path)), ())
-
-
-def parse_split(text: str) -> tuple[float, ...]:
-    """Return `"969, 30, 1"` → (0.969, 0.03, 0.001): the share of each of PARTS; missing shares are 0.
-
-    Any proportions, separated by commas, spaces or "/". Raises ConfigError for other text.
-    """
-    try:
-        numbers = [float(number) for number in re.split(r"[\s,/]+", text.strip(" ,/"))]
-    except ValueError:
-        numbers = []
-    if (
-        not 1 <= len(numbers) <= len(PARTS)
-        or min(numbers) < 0
-        or not 0 < sum(numbers) < math.inf
-    ):
-        raise ConfigError(
-            f"--split {text!r} is not a list of up to three proportions, none negative and not "
-            "all zero: write for example 969,30,1 or 98,2,0."
-        )
-    numbers += [0.0] * (len(PARTS) - len(numbers))
-    return tuple(n / sum(numbers) for n in numbers)
-
-
 def cut(num_documents: int, shares: Sequence[float]) -> tuple[range, ...]:
     """Return the documents of each part: contiguous ranges, as in Megatron.
 
@@ -121,56 +37,6 @@ def cut(num_documents: int, shares: Sequence[float]) -> tuple[range, ...]:
     """
     bounds = [round(share * num_documents) for share in accumulate(shares, initial=0.0)]
     return tuple(range(first, last) for first, last in zip(bounds, bounds[1:]))
-
-
-def _written_out(flag: str, words: tuple[str, ...]) -> DataPath:
-    """Return the data path with the words of the file in place of @FILE."""
-    if len(words) != 1 or not words[0].startswith("@"):
-        return DataPath(flag, words)
-    path = words[0][1:]
-    flag = f"{flag} {words[0]}"
-    found = words_of_file(_text(flag, path), flag)
-    if not found:
-        raise _unfit(
-            flag, path, "it is empty", "weights and prefixes, as for --data-path"
-        )
-    return DataPath(flag, tuple(found))
-
-
-def _json_values(flag: str, path: str) -> dict[str, tuple[str, ...]]:
-    form = '{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": []}'
-    try:
-        found = json.loads(_text(flag, path))
-    except ValueError as error:
-        raise _unfit(flag, path, f"it is not valid JSON: {error}", form) from None
-    if not isinstance(found, dict) or not found.get("train"):
-        raise _unfit(flag, path, "it names no training data", form)
-    if unknown := sorted(set(found) - set(PARTS)):
-        raise _unfit(flag, path, f"it has a part {unknown[0]!r}", form)
-    values = {part: found.get(part) or [] for part in PARTS}
-    for part, listed in values.items():
-        if not isinstance(listed, list) or not all(
-            isinstance(value, str | int | float) for value in listed
-        ):
-            raise _unfit(
-                flag, path, f"{part} is not a list of weights and prefixes", form
-            )
-    return {part: tuple(map(str, listed)) for part, listed in values.items()}
-
-
-def _text(flag: str, path: str) -> str:
-    try:
-        return read_text(path, DataError, f"{flag} {path}")
-    except OSError as error:
-        raise DataError(f"{flag} {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise _unfit(
-            flag, path, f"it is not text: {error}", "weights and prefixes"
-        ) from None
-
-
-def _unfit(flag: str, path: str, what: str, form: str) -> DataError:
-    return DataError(f"{flag} {path}: {what}. It must hold {form}.")
 
 
 class CorpusSlice(NamedTuple):

@@ -1,7 +1,6 @@
 """Tokenizers: text ↔ ids, made from the tokenizer flags by `make_tokenizer`.
 
-To add one: a file here with a class that has the members of `Tokenizer` and a `from_options`, registered in
-TOKENIZERS and declared below.
+Those that read files are a feature (extensions/tokenizers); a feature may have others in `registers`.
 """
 
 from typing import TYPE_CHECKING
@@ -21,18 +20,6 @@ __all__ = [
     "build_tokenizer",
     "make_tokenizer",
 ]
-
-TOKENIZERS.declare(
-    f"{__name__}.file_tokenizers",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "GPT2BPETokenizer",
-    aliases={
-        "HFTokenizer": "HuggingFaceTokenizer",
-        "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
-    },
-)
 
 
 def build_tokenizer(data: "DataConfig", model: "ModelConfig") -> Tokenizer:
@@ -63,7 +50,7 @@ def make_tokenizer(
 ) -> Tokenizer:
     """Return a tokenizer by its type.
 
-    vocab_size: read by `NullTokenizer` only.  backend: the encoder (backend.py); the ids do not depend on it.
+    vocab_size: read by `NullTokenizer` only.  backend: the encoder; the ids do not depend on it.
     Raises ConfigError for an unknown type or a missing flag or file, DataError for a file with other
     contents.
     """

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from ...config.model_facts import ModelFacts
-from ...features import Feature, Later
+from ...features import Feature, Later, rules_if
 from .options import BertConfig, BertHeadOptions
 
 own = partial(Later, __package__)
@@ -28,7 +28,9 @@ FEATURES = [
         options=BertConfig,
         extends={"model": BertHeadOptions},
         implies=_implied,
-        rules=(own(".rules:samples"),),
+        rules=rules_if(
+            lambda config: config.model.model == NAME, own(".rules:samples")
+        ),
         registers={
             "model": {"bert": f"{__package__}.bert"},
             "tokenizer": {

@@ -1,7 +1,7 @@
 """The tokenizers of Megatron's BERT."""
 
 from ...data.tokenizers.base import TOKENIZERS
-from ...data.tokenizers.file_tokenizers import WordPieceTokenizer
+from ..tokenizers.file_tokenizers import WordPieceTokenizer
 
 
 @TOKENIZERS.register("BertWordPieceLowerCase")

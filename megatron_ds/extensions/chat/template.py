@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...data.tokenizers.special_tokens import read_json_text, special_tokens
 from ...errors import DataError
 from ...host.regular_file import read_regular
+from ..tokenizers.special_tokens import read_json_text, special_tokens
 from .bounded_renderer import render_bounded
 from .conversation import Message
 

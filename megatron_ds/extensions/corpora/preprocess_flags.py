@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...data.tokenizers import TOKENIZERS
-from ...data.tokenizers.backend import BACKENDS
+from ..tokenizers.backend import BACKENDS
 from .plain_text import WHERE
 from .sentences import ABBREVIATIONS, TRAINING_BYTES
 from .text_files import INPUT_HELP

@@ -8,13 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...data.tokenizers.file_tokenizers import (
-    EOD,
-    WORD_PIECE_TOKENS,
-    byte_level,
-    word_piece,
-)
 from ...errors import ConfigError, DataError
+from ..tokenizers.file_tokenizers import EOD, WORD_PIECE_TOKENS, byte_level, word_piece
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -31,8 +31,8 @@ import numpy as np
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config.parse import read
 from megatron_ds.console import set_up_logging
-from megatron_ds.data.loading.blend import read_sources
 from megatron_ds.data.loading.datasets import build_datasets
+from megatron_ds.data.loading.sources import read_sources
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.extensions.data_efficiency.difficulty_analysis import (

@@ -42,9 +42,9 @@ import numpy as np
 from ...data.loading.cache import cached_arrays
 from ...errors import DataError
 from ...host.content_hash import content_hash
+from .curricula import Metric
 from .difficulty_analysis import describes, read_description
 from .difficulty_metrics import ListFile
-from .options import Metric
 
 logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1 << 31  # products of two such numbers fit 64 bits

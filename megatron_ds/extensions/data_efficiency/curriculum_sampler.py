@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError, DataError
+from .curricula import METRIC_KEYS, Metric, read_metric
 from .curriculum_order import MetricIndex
 from .difficulty import Custom, make_difficulty
-from .options import METRIC_KEYS, Metric, read_metric
 
 SINGLE = "single_cluster"
 Schedule = Callable[[int], int]

@@ -18,8 +18,8 @@ import numpy as np
 
 from ...config import RunConfig
 from ...data.kind import DataKind, Dataset
-from ...data.loading.blend import read_sources
 from ...data.loading.datasets import identify
+from ...data.loading.sources import read_sources
 from ...data.text.indexed import replacing
 from ...errors import DataError
 from ...host.regular_file import read_text

@@ -3,10 +3,11 @@
 from functools import partial
 from typing import Any
 
-from ...features import Feature, Later, Lengths
+from ...features import Feature, Later, Lengths, rules_if
 from .options import CurriculumConfig, RandomLTDConfig
 
 own = partial(Later, __package__)
+LENGTHS = own(".curricula:lengths_of")
 
 
 def _is_on(config: Any) -> bool:
@@ -25,11 +26,16 @@ FEATURES = [
         title="Curriculum",
         options=CurriculumConfig,
         is_on=_is_on,
-        rules=(own(".rules:lengths"), own(".rules:samples"), own(".rules:folding")),
+        rules=rules_if(
+            lambda config: config.of(CurriculumConfig) != CurriculumConfig(),
+            own(".rules:lengths"),
+            own(".rules:samples"),
+            own(".rules:folding"),
+        ),
         lengths=Lengths(
             is_on=lambda config: config.of(CurriculumConfig).changes_lengths,
-            make=lambda config: config.of(CurriculumConfig).lengths(
-                config.model.seq_length
+            make=lambda config: LENGTHS(
+                config.of(CurriculumConfig), config.model.seq_length
             ),
             shortened=own(".seqlen_curriculum:shortened"),
         ),
@@ -37,7 +43,7 @@ FEATURES = [
         least_length=lambda config: config.of(CurriculumConfig).longest_stated,
         provides={
             "difficulty": own(".difficulty:make_difficulty"),
-            "metric keys": own(".options:METRIC_KEYS"),
+            "metric keys": own(".curricula:METRIC_KEYS"),
             "curriculum sampler": own(".curriculum_sampler:CurriculumSampler"),
             "token rise": own(".difficulty:Rise"),
         },
@@ -48,7 +54,8 @@ FEATURES = [
         options=RandomLTDConfig,
         is_on=lambda config: config.of(RandomLTDConfig).random_ltd,
         formerly="routing",
-        rules=(
+        rules=rules_if(
+            lambda config: config.of(RandomLTDConfig).random_ltd,
             own(".rules:kept_tokens"),
             own(".rules:dropping_blocks"),
             own(".rules:divided_tokens"),

@@ -6,14 +6,9 @@ from ...config.messages import flag, neighbours
 from ...config.rules.data import is_number
 from ...config.run import RunConfig, all_options
 from ...config.sources.reading import attempt
+from .curricula import length_difficulty, read_metric
 from .difficulty import Difficulty
-from .options import (
-    RESHAPE,
-    CurriculumConfig,
-    RandomLTDConfig,
-    length_difficulty,
-    read_metric,
-)
+from .options import RESHAPE, CurriculumConfig, RandomLTDConfig
 
 LENGTH_OPTIONS = (
     "schedule",

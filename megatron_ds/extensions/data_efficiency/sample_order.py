@@ -9,9 +9,10 @@ from ...config.training_schedule import stated_batch_size
 from ...data.loading.cache import default_cache
 from ...models import MODELS
 from ...planning.training_length import planned_steps
+from .curricula import identity_of, index_prefixes, read_metric
 from .curriculum_order import CurriculumOrder, order_by_difficulty
 from .difficulty_analysis import identity
-from .options import CurriculumConfig, read_metric
+from .options import CurriculumConfig
 
 
 def order_of(config: RunConfig) -> SampleOrder | None:
@@ -20,8 +21,8 @@ def order_of(config: RunConfig) -> SampleOrder | None:
     if not curriculum.orders_samples:
         return None
     return SampleOrder(
-        curriculum.identity(),
-        tuple(curriculum.index_prefixes()),
+        identity_of(curriculum),
+        tuple(index_prefixes(curriculum)),
         partial(make_order, config),
     )
 

@@ -16,7 +16,7 @@ import torch
 
 from ...batch.batch import Batch
 from ...batch.documents import cut_boundaries
-from .options import LengthCurriculum
+from .curricula import LengthCurriculum
 
 # The later rows of a sample have larger ids, so that their dropout differs.
 MOST_SAMPLES = 1 << 40

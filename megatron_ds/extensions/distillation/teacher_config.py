@@ -15,7 +15,7 @@ from ...config.options.training import (
 from ...config.parse import check
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
-from ...mpu.launch import Launch
+from ...mpu.launch_facts import Launch
 from ...planning.run_plan import RULES, pipeline_shape
 from ...training.run_tokenizer import with_tokenizer
 from ..evaluation.checkpoint_model import evaluation_config

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 
 from ...mpu.group import RING_FACTOR
 from ...planning.rank_plan import RankPlan
-from ...planning.world_plan import WorldPlan, wire_bytes
 from .expert_text import has_experts
 from .nccl_buffers import nccl_buffers
 from .plan_tables import in_bytes, table
+from .world_plan import WorldPlan, wire_bytes
 
 
 def memory_text(plan: WorldPlan) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ...config import RunConfig, Source
-from ...config.rules.layout import context_parallel
+from ...config.rules.context_parallel import context_parallel
 from ...models import MODELS, Layer
 from ...models.attention import attend, attend_again
 from ...models.context_attention import COMM_TYPES
@@ -21,8 +21,8 @@ from ...models.core_choice import make_core
 from ...mpu.fake_group import fake_mesh
 from ...planning.fake_stages import without_memory
 from ...planning.run_model import DTYPES, last_step, parallel_context
-from ...planning.world_plan import WorldPlan
 from .plan_tables import in_bytes
+from .world_plan import WorldPlan
 
 
 def attention_bytes(plan: WorldPlan, config: RunConfig | None = None) -> float:

@@ -20,9 +20,9 @@ from ...errors import MegatronDSError
 from ...mpu.grid import Grid
 from ...planning.rank_plan import RankPlan
 from ...planning.run_plan import RULES
-from ...planning.world_plan import WorldPlan, plan_world
 from .longest_sequence import bytes_of
 from .plan_tables import in_bytes, table
+from .world_plan import WorldPlan, plan_world
 
 TIGHT = 0.9  # above this share, libraries and allocators may take what the plan leaves
 WORTH = 0.01  # of the peak: what a remedy must save to be listed

@@ -12,15 +12,14 @@ from dataclasses import replace
 from ...config import RunConfig
 from ...config.training_schedule import make_batch_size
 from ...features import features, used
-from ...mpu.launch import Launch
+from ...mpu.launch_facts import Launch
 from ...mpu.managed_parameter import spec_of
-from ...pipeline.picture import draw
 from ...planning.fake_stages import FakeStage
 from ...planning.flops import layers_of_run, model_flops
 from ...planning.keep_gathered import is_automatic
 from ...planning.run_model import boundary_shape, last_step
 from ...planning.run_plan import order
-from ...planning.world_plan import WorldPlan, plan_world, with_vocabulary
+from ..report.picture import draw
 from .bytes_text import memory_text, traffic_text
 from .context_text import context_text
 from .device_fit import DeviceMemory, device_memory, fit_text, fits, remedies_text
@@ -28,6 +27,7 @@ from .expert_text import expert_rows, experts_text, has_experts
 from .grid_text import grid_text, is_tied
 from .kept_tokens import savings
 from .plan_tables import in_large, in_short, table
+from .world_plan import WorldPlan, plan_world, with_vocabulary
 
 logger = logging.getLogger(__name__)
 MOST_ROWS = 8
@@ -48,18 +48,19 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
     gc.freeze()  # a schedule has many small objects, and each collection would visit those of the imports, too
     config, unchecked = with_vocabulary(as_given)
     memory = device_memory(config, config.plan.dry_run)
-    texts = [
-        feature.planned
+    additions = [
+        feature.planned(config)
         for feature in features()
         if feature.planned is not None and used(feature, config)
     ]
+    recorders = [addition.recorder for addition in additions]
     plan = plan_world(
-        config, config.plan.rank, config.plan.dry_run, records=bool(texts)
+        config, config.plan.rank, config.plan.dry_run, next(iter(recorders), None)
     )
     not_checked = [*unchecked, *_unchecked(config, memory)]
     logger.info("%s", plan_text(plan, not_checked, memory))
-    for text in texts:
-        logger.info("%s", "\n".join(["", *text(plan)]))
+    for addition in additions:
+        logger.info("%s", "\n".join(["", *addition.lines(plan)]))
     # Remedies take as long as a plan each, so they are sought only if the plan does not fit.
     if memory is None or fits(plan, memory):
         return 0

@@ -11,7 +11,7 @@ from ...models import Layer
 from ...moe.capacity import Capacity
 from ...mpu.param_spec import ParamSpec
 from ...planning.rank_plan import RankPlan
-from ...planning.world_plan import WorldPlan
+from .world_plan import WorldPlan
 
 Rows = tuple[int, int, int | None]  # experts, planned rows, most rows
 

@@ -14,8 +14,8 @@ grid: 8 ranks = tensor 2 × pipeline 2 × data 2, order tp-cp-ep-dp-pp; rank 5 i
 from collections.abc import Iterator, Sequence
 
 from ...mpu.grid import Grid, ranks_in_short
-from ...planning.world_plan import WorldPlan
 from .plan_tables import table
+from .world_plan import WorldPlan
 
 AXES = {
     "tp": "tensor",

@@ -14,7 +14,7 @@ from ...config import RunConfig
 from ...errors import ConfigError
 from ...features import features
 from ...models.attention_layouts import attention_layouts
-from ...planning.world_plan import plan_world, with_vocabulary
+from .world_plan import plan_world, with_vocabulary
 
 FIRST_TOKENS = 1024
 MOST_TOKENS = 1 << 30

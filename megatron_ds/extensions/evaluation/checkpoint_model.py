@@ -14,7 +14,7 @@ from ...config.sources.reading import Setting, reject
 from ...data.tokenizers import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...mpu.agree import on_all_ranks, on_one_rank
-from ...mpu.launch import Launch
+from ...mpu.launch_facts import Launch
 from ...mpu.mesh import Mesh
 from ...planning.replica_plan import plan_replica
 from ...planning.run_plan import RULES

@@ -4,9 +4,17 @@ from functools import partial
 from typing import Any
 
 from ...features import Feature, Later
+from .options import TaskOptions
 
 own = partial(Later, __package__)
+HARNESS = own(".harness:check_outputs")
 TASKS_OF_RUN = own(".tasks_of_run:TasksOfRun")
+
+
+def _check(config: Any, mesh: Any) -> None:
+    """Check that --eval-tasks can be evaluated."""
+    if config.train.eval_tasks:
+        HARNESS(config, mesh)
 
 
 def tasks_of_run(config: Any) -> Any | None:
@@ -17,7 +25,8 @@ def tasks_of_run(config: Any) -> Any | None:
 FEATURES = [
     Feature(
         "evaluation",
-        provides={"evaluation check": own(".harness:check_harness")},
+        extends={"train": TaskOptions},
+        outputs=_check,
         observers=[tasks_of_run],
     )
 ]

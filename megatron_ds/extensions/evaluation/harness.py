@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...config import RunConfig
 from ...data.tokenizers import Tokenizer
 from ...errors import ConfigError
 from ...mpu.agree import on_one_rank
+from ...mpu.mesh import Mesh
 from ...training.build import Replica
 from ..generation.model_text import end_tokens
 from .bundled_tasks import BUNDLED
@@ -47,6 +49,12 @@ def check_harness() -> None:
             "tasks of lm-evaluation-harness need the package lm_eval, which is not installed. "
             "Install it with pip install megatron_ds[eval]."
         )
+
+
+def check_outputs(config: RunConfig, mesh: Mesh) -> None:
+    """Raises ConfigError on rank 0 where --eval-tasks needs the package, and it is not installed."""
+    if mesh.rank == 0 and config.train.eval_tasks:
+        check_harness()
 
 
 class HarnessRun:

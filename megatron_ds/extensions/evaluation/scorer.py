@@ -19,9 +19,9 @@ from ...host import places
 from ...models import MODELS
 from ...mpu.collectives import all_reduce_
 from ...mpu.host_reads import to_host
-from ...tensor_parallel.token_scores import TokenScores, token_scores
 from ...training.build import Replica
 from .score_plan import Portion, ScoreRequest, plan_portions
+from .token_scores import TokenScores, token_scores
 
 ROUND = 4  # micro-batches of a forward, for each stage of a pipeline
 

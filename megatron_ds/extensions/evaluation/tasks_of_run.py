@@ -7,9 +7,9 @@ from ...host import places
 from ...progress.ramps import Progress
 from ...training.build import Replica
 from ...training.moments import RunStart
-from ...training.observe.task_record import TaskRecord
 from ...training.observer import Observer, due
 from .harness import harness_of_run
+from .task_record import TaskRecord
 
 
 class TasksOfRun(Observer):

@@ -7,5 +7,5 @@ from ...features import Feature, Later
 own = partial(Later, __package__)
 
 FEATURES = [
-    Feature("joined_blocks", layers=own(".joined_run:with_joined_blocks")),
+    Feature("joined_blocks", layers=own(".joining:with_joined_blocks")),
 ]

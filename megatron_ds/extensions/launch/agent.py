@@ -26,12 +26,8 @@ from typing import BinaryIO
 
 from ...cli import main_guard
 from ...errors import CommunicationError, ConfigError
-from ...host.places import (
-    PLACES_FILE,
-    is_record_written,
-    read_places,
-    request_record,
-)
+from ...host.place_file import is_record_written, read_places, request_record
+from ...host.places import PLACES_FILE
 from ...launch_env import unresolved
 from .failures import Failure, first_failure
 from .job import Job, Rank

@@ -20,7 +20,8 @@ from ...cli import note_for_torchrun
 from ...mpu import collectives
 from ...mpu.group import Group, Transport
 from ...mpu.host_reads import wait_for_work
-from ...mpu.launch import connect_torch, read_launch, start, stop
+from ...mpu.launch import read_launch, start, stop
+from ...mpu.process_groups import connect_torch
 from .cluster_findings import Measured, problems, problems_text, text_of
 
 # The largest has the bytes of a layer's gradients; more bytes would have the same bandwidth.

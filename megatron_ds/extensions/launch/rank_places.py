@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ...host.places import PlaceEntry
+from ...host.place_file import PlaceEntry
 
 MARK = "::megatron-ds places::"
 STOPPED = "stopped"  # by SIGSTOP

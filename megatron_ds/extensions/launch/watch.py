@@ -9,16 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from ...host.places import (
-    FOR_DEVICE,
-    PROGRAM,
-    QUICK,
-    STARTING,
-    DeviceEntry,
-    PlaceEntry,
-    PlacesRead,
-    read_places,
-)
+from ...host.place_file import DeviceEntry, PlaceEntry, PlacesRead, read_places
+from ...host.place_words import FOR_DEVICE, PROGRAM
+from ...host.places import QUICK, STARTING
 from .job import Job
 from .rank_places import STOPPED, DeviceAt, NodeReport, RankPlace, place_text
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from ...features import Feature, Later
+from ...features import Feature, Later, rules_if
 from .options import NOUN, LoraConfig
 
 own = partial(Later, __package__)
@@ -13,7 +13,8 @@ FEATURES = [
         title="Adapters (LoRA)",
         options=LoraConfig,
         is_on=lambda config: config.of(LoraConfig).is_on,
-        rules=(
+        rules=rules_if(
+            lambda config: config.of(LoraConfig) != LoraConfig(),
             own(".rules:targets"),
             own(".rules:dropout"),
             own(".rules:frozen_weights"),

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from ...host.memory_maps import huge_page_zeros
+from ...host.large_pages import huge_page_zeros
 from ...mpu.collectives import all_gather, all_gather_into_, all_reduce_, all_to_all_
 from ...mpu.group import Group
 from ...mpu.managed_parameter import spec_of
@@ -36,7 +36,7 @@ from ...mpu.param_spec import DATA_AXES
 from ...zero.data_groups import DataGroups
 from ...zero.exchange import Sent
 from ...zero.layout import Layout
-from ...zero.norm import NormEntry, ParameterNorms
+from ...zero.parameter_norms import NormEntry, ParameterNorms
 from ...zero.set_plan import SetPlan, is_tied
 from .signs import PER_BYTE, decoded, pack_signs, scale_of
 from .units import count_rows, from_shards, is_vector, map_units, to_shards

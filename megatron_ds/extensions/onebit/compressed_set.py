@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...host.memory_maps import huge_page_zeros
+from ...host.large_pages import huge_page_zeros
 from ...mpu.collectives import reduce_scatter_into_
 from ...mpu.group import Group
 from ...mpu.managed_parameter import spec_of

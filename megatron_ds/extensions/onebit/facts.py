@@ -1,6 +1,7 @@
 """The rows of `config/optimizer_facts.py` for these optimizers."""
 
 from ...config.optimizer_facts import MOMENTS, NORMS, OptimizerFacts
+from ..optimizers.facts import trust_ratios
 
 # DeepSpeed's choice of a transport has no effect here.
 ONE_BIT = MOMENTS | {"cuda_aware": (), "comm_backend_name": ()}
@@ -43,4 +44,5 @@ ONE_BIT_LAMB = OptimizerFacts(
     ),
     ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh"),
     depends=NORMS,
+    rules=(trust_ratios,),
 )

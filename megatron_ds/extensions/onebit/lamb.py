@@ -1,7 +1,7 @@
 """The optimizer "onebit_lamb": LAMB whose second moment is frozen after a warm-up, after which ranks exchange
 one bit for each element of the momentum (Li et al. 2021, arXiv:2104.06069, algorithm 1).
 
-    t ≤ freeze_step    LAMB (optim/lamb.py): p ← p - lr k r u with u = m / (√v + eps) + wd p; and the mean of
+    t ≤ freeze_step    LAMB (optimizers/lamb.py): p ← p - lr k r u with u = m / (√v + eps) + wd p; and the mean of
                        its ratios, c ← coeff_beta c + (1 - coeff_beta) r, of those that are not 1
     after it           m ← compressed mean of β₁ m + (1 - β₁) g_i over ranks i,   v stays
                        ĝ = (m_t - β₁ m_{t-1}) / (1 - β₁),   v' ← β₂ v' + (1 - β₂) ĝ²,   v' = v at first
@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 
 from ...config import OptimizerConfig
-from ...optim.lamb import NUMBERS as LAMB_NUMBERS
 from ...optim.optimizers import OPTIMIZERS, Declared, OptimizerTraits
+from ..optimizers.lamb import NUMBERS as LAMB_NUMBERS
 from .adam import frozen_rule, frozen_variance
 from .compressed_optimizer import CompressedOptimizer, Tensors
 from .phases import Exchange, Phases

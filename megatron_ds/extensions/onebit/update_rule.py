@@ -11,7 +11,7 @@ from ...mpu.group import Group
 from ...zero.data_groups import DataGroups, Hierarchy
 from ...zero.exchange import Sent
 from ...zero.layout import Layout
-from ...zero.norm import ParameterNorms
+from ...zero.parameter_norms import ParameterNorms
 from ...zero.update_hook import UpdateHook
 from ...zero.update_rule import UpdateRule
 from .compressed_mean import FP32_BYTES, messages

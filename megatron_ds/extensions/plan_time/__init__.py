@@ -2,7 +2,8 @@
 
     device.py      a device: its data sheet, and the constants that were fitted
     cluster.py     devices, the links among them, and what they cost
-    work_time.py   recorded work (`planning.recorded_work`) → seconds
+    recorded_work.py   what a stage computes and sends, as its own code does it in a plan
+    work_time.py   recorded work → seconds
     link_time.py   a message over a group → seconds
     stage_time.py  the events of a phase → seconds, with what messages overlap with
     step_time.py   stages and the schedule → seconds of a step, by what they are spent on

@@ -1,13 +1,13 @@
 """`Cluster`: devices of one kind and the links among them, from a file of YAML.
 
-    device: a100-80g                # a device of the package, or a file of its own
-    devices_per_host: 8
-    inside: 300e9                   # bytes/s that a device sends to others of its host
-    outside: 25e9                   # bytes/s that a device sends to other hosts, its share of the adapters
-    latency: 10e-6                  # seconds of a message beside its bytes
-    host_link: 25e9                 # bytes/s between a device and the memory of its host
-    link: 0.8                       # share of these that messages reach: fitted
-    dollars_per_hour: 1.5           # of one device; 0: no cost is told
+device: a100-80g                # a device of the package, or a file of its own
+devices_per_host: 8
+inside: 300e9                   # bytes/s that a device sends to others of its host
+outside: 25e9                   # bytes/s that a device sends to other hosts, its share of the adapters
+latency: 10e-6                  # seconds of a message beside its bytes
+host_link: 25e9                 # bytes/s between a device and the memory of its host
+link: 0.8                       # share of these that messages reach: fitted
+dollars_per_hour: 1.5           # of one device; 0: no cost is told
 """
 
 from collections.abc import Mapping

@@ -67,7 +67,9 @@ def read_device(name: str, folder: Path = FOLDER) -> Device:
 
 def device_of(values: Mapping[str, Any], where: str) -> Device:
     """Return the device of the values of a file. Raises ConfigError for unknown names and numbers that are none."""
-    constants = numbers_of(values.get("constants", {}), Constants, f"{where}: constants")
+    constants = numbers_of(
+        values.get("constants", {}), Constants, f"{where}: constants"
+    )
     rest = {name: value for name, value in values.items() if name != "constants"}
     device = checked(Device, rest, where, text=("name", "fitted"))
     peak = device.peak
@@ -75,7 +77,10 @@ def device_of(values: Mapping[str, Any], where: str) -> Device:
         raise ConfigError(
             f"{where}: peak is {peak!r}, and must list FLOP/s by dtype, float32 among them."
         )
-    as_numbers = {dtype: number(value, f"{where}: peak of {dtype}") for dtype, value in peak.items()}
+    as_numbers = {
+        dtype: number(value, f"{where}: peak of {dtype}")
+        for dtype, value in peak.items()
+    }
     return Device(
         **{**vars(device), "peak": as_numbers, "constants": Constants(**constants)}
     )
@@ -129,7 +134,9 @@ def checked(
 def numbers_of(values: Any, kind: type, where: str) -> dict[str, float]:
     """Return the numbers of a mapping for a dataclass. Raises ConfigError as `checked`."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where} must be a mapping of names to numbers, not {values!r}.")
+        raise ConfigError(
+            f"{where} must be a mapping of names to numbers, not {values!r}."
+        )
     return vars(checked(kind, values, where))
 
 

@@ -14,6 +14,6 @@ FEATURES = [
         options=PlanTimeConfig,
         is_on=lambda config: config.of(PlanTimeConfig).plan_time,
         rules=(own(".rules:planned_time"),),
-        planned=own(".time_text:time_text"),
+        planned=own(".time_text:TimeText"),
     )
 ]

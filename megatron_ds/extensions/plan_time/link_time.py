@@ -24,7 +24,9 @@ class Links:
         self._rank = rank
         self._known: dict[tuple[str, int], tuple[float, int]] = {}
 
-    def seconds(self, operation: str, axes: str, size: int, nbytes: float, calls: int = 1) -> float:
+    def seconds(
+        self, operation: str, axes: str, size: int, nbytes: float, calls: int = 1
+    ) -> float:
         """Return the seconds of `calls` messages of `nbytes` of payload together, over a group of `size` ranks."""
         if size < 2:
             return 0.0

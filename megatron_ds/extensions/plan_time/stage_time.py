@@ -1,16 +1,16 @@
 """Seconds of a phase of a stage: its events, on a device that computes and sends at the same time.
 
-    Computed   the device is busy until it is done
-    Begun      the message starts when the messages before it have arrived and the device has come so far
-    Awaited    the device waits until that message has arrived
+Computed   the device is busy until it is done
+Begun      the message starts when the messages before it have arrived and the device has come so far
+Awaited    the device waits until that message has arrived
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ...planning.recorded_work import Awaited, Begun, Computed, Event
 from .device import Device
 from .link_time import Links
+from .recorded_work import Awaited, Begun, Computed, Event
 from .work_time import seconds_of
 
 

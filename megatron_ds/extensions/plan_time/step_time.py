@@ -20,7 +20,7 @@ from ...pipeline.simulate import Simulation, simulate
 from ...planning.flops import layers_of_run, model_flops
 from ...planning.rank_plan import RankPlan
 from ...planning.run_model import boundary_shape
-from ...planning.world_plan import WorldPlan
+from ..dry_run.world_plan import WorldPlan
 from .cluster import Cluster
 from .link_time import Links
 from .stage_time import PhaseTime, phase_time
@@ -47,7 +47,7 @@ class StepTime:
     reduction: float
     update: float
     gather: float
-    phases: Sequence[Mapping[str, PhaseTime]] = field(repr=False)
+    phases: Sequence[Mapping[Op, PhaseTime]] = field(repr=False)
     simulation: Simulation = field(repr=False)
 
     @property
@@ -61,9 +61,7 @@ class StepTime:
         config = self.plan.config
         return model_flops(
             layers_of_run(config),
-            self.plan.microbatches
-            * config.train.micro_batch_size
-            * self.plan.grid.dp,
+            self.plan.microbatches * config.train.micro_batch_size * self.plan.grid.dp,
             config.model.seq_length,
             config.padded_vocab_size,
         )
@@ -96,7 +94,7 @@ class StepTime:
         for program in self.plan.schedule:
             for i in program:
                 if i.op in COMPUTE:
-                    _add_phase(seconds, self.phases[i.stage][i.op.value], 1 / ranks)
+                    _add_phase(seconds, self.phases[i.stage][i.op], 1 / ranks)
         busy = sum(seconds.values())
         seconds["bubble"] = max(0.0, self.pipeline - busy)
         seconds["data-parallel traffic"] = self.reduction + self.gather
@@ -135,7 +133,7 @@ def step_time(plan: WorldPlan, cluster: Cluster) -> StepTime:
 
     def cost(i: Instruction) -> float:
         if i.op in COMPUTE:
-            return phases[i.stage][i.op.value].seconds
+            return phases[i.stage][i.op].seconds
         return message if i.op in SENDS else 0.0
 
     simulation = simulate(plan.schedule, cost)
@@ -158,9 +156,9 @@ def step_time(plan: WorldPlan, cluster: Cluster) -> StepTime:
 
 def _phases(
     plan: WorldPlan, cluster: Cluster, links: Links, ranks: Sequence[RankPlan]
-) -> list[dict[str, PhaseTime]]:
+) -> list[dict[Op, PhaseTime]]:
     """Return the times of all stages. Gathers and reductions within a phase take at least their bytes."""
-    known: dict[int, dict[str, PhaseTime]] = {}
+    known: dict[int, dict[Op, PhaseTime]] = {}
     found = []
     for stage in plan.stages:
         work = stage.run.work
@@ -170,7 +168,9 @@ def _phases(
                 phase: phase_time(events, cluster.device, links)
                 for phase, events in work.phases.items()
             }
-        least = _least_seconds(plan, ranks[plan.run.shape.placement[stage.index]], links)
+        least = _least_seconds(
+            plan, ranks[plan.run.shape.placement[stage.index]], links
+        )
         found.append(
             {
                 phase: _at_least(time, least.get(phase, 0.0))
@@ -186,21 +186,19 @@ def _at_least(time: PhaseTime, seconds: float) -> PhaseTime:
     return PhaseTime(seconds, time.waits, time.by_kind)
 
 
-def _least_seconds(
-    plan: WorldPlan, rank: RankPlan, links: Links
-) -> dict[str, float]:
+def _least_seconds(plan: WorldPlan, rank: RankPlan, links: Links) -> dict[Op, float]:
     """Phase → seconds of the gathers and reductions that belong to each of its micro-batches."""
     program = plan.schedule[plan.run.shape.placement[rank.stages[0]]]
     count = lambda ops: sum(i.op in ops for i in program)
     zero = plan.config.zero
-    least: dict[str, float] = {}
+    least: dict[Op, float] = {}
     if zero.stage == 3:
         each = _data_seconds(rank, links, ("all_gather",)) / max(
             1, count((Op.F, Op.B, Op.I))
         )
-        least |= dict.fromkeys(("F", "B", "I"), each)
+        least |= dict.fromkeys((Op.F, Op.B, Op.I), each)
     if _reduces_each(plan):
-        phase = "W" if count((Op.W,)) else "B"
+        phase = Op.W if count((Op.W,)) else Op.B
         each = _data_seconds(rank, links, REDUCES) / max(1, count(BACKWARDS))
         least[phase] = least.get(phase, 0.0) + each
     return least
@@ -216,7 +214,9 @@ def _data_seconds(rank: RankPlan, links: Links, operations: Sequence[str]) -> fl
     """Seconds of the messages of a step among data-parallel ranks."""
     traffic = rank.traffic
     return sum(
-        links.seconds(operation, axes, size, nbytes, traffic.calls[operation, axes, size])
+        links.seconds(
+            operation, axes, size, nbytes, traffic.calls[operation, axes, size]
+        )
         for (operation, axes, size), nbytes in traffic.bytes.items()
         if operation in operations and axes.split("-")[0] in DATA
     )

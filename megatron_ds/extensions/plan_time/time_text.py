@@ -9,11 +9,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...config import RunConfig
 from ...errors import ConfigError
 from ...planning.run_model import last_step
-from ...planning.world_plan import WorldPlan
+from ..dry_run.world_plan import WorldPlan
 from .cluster import read_cluster
 from .options import PlanTimeConfig
+from .recorded_work import WorkRecorder
 from .step_time import StepTime, step_time
 
 BAR = 40  # characters of a whole step
@@ -22,12 +24,28 @@ MULTIPLE = 64  # of channels of a head, at which products run at full speed
 THIN_RANKS = 8
 
 
-def time_text(plan: WorldPlan) -> Iterator[str]:
-    """Yield the lines. Raises ConfigError for a file that is none."""
-    wanted = plan.config.of(PlanTimeConfig)
-    assert wanted.cluster is not None, "the rules have asked for it"
-    cluster = read_cluster(wanted.cluster)
-    time = step_time(plan, cluster)
+class TimeText:
+    """What --plan-time adds to a plan. Raises ConfigError for a file of a cluster that is none."""
+
+    recorder = WorkRecorder
+
+    def __init__(self, config: RunConfig):
+        self._wanted = config.of(PlanTimeConfig)
+        assert self._wanted.cluster is not None, "the rules have asked for it"
+        self._cluster = read_cluster(self._wanted.cluster)
+
+    def lines(self, plan: WorldPlan) -> Iterator[str]:
+        """Yield the lines, and write the file of --plan-json."""
+        time = step_time(plan, self._cluster)
+        yield from time_lines(time)
+        if self._wanted.plan_json:
+            _write(Path(self._wanted.plan_json), time)
+
+
+def time_lines(time: StepTime) -> Iterator[str]:
+    """Yield the lines about a step."""
+    plan = time.plan
+    cluster = time.cluster
     device = cluster.device
     fitted = f" (constants fitted to {device.fitted})" if device.fitted else ""
     yield (
@@ -38,8 +56,6 @@ def time_text(plan: WorldPlan) -> Iterator[str]:
     yield from _bars(time)
     yield _fit_line(plan, device.memory)
     yield from _warnings(plan)
-    if wanted.plan_json:
-        _write(Path(wanted.plan_json), time)
 
 
 def _rows(time: StepTime) -> Iterator[str]:
@@ -68,7 +84,9 @@ def _rows(time: StepTime) -> Iterator[str]:
 def _peak(time: StepTime) -> float:
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     peaks = time.cluster.device.peak
-    return peaks.get(names.get(time.plan.config.optimizer.params_dtype, ""), peaks["float32"])
+    return peaks.get(
+        names.get(time.plan.config.optimizer.params_dtype, ""), peaks["float32"]
+    )
 
 
 def _bars(time: StepTime) -> Iterator[str]:
@@ -81,9 +99,7 @@ def _bars(time: StepTime) -> Iterator[str]:
 def _fit_line(plan: WorldPlan, memory: float) -> str:
     peak = plan.worst.peak
     word = "fits" if peak <= memory else "does not fit"
-    return (
-        f"  {word} {memory / 1e9:.0f} GB: rank {plan.worst.rank} needs about {peak / 1e9:.1f} GB"
-    )
+    return f"  {word} {memory / 1e9:.0f} GB: rank {plan.worst.rank} needs about {peak / 1e9:.1f} GB"
 
 
 def _warnings(plan: WorldPlan) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Seconds of recorded work on a device.
 
-    products   cut into tiles that the processors of the device share: the last round of tiles may be partly empty.
-               The fastest of three forms of tiles counts, as libraries choose. Not faster than its bytes
-    attention  its FLOPs at the share of the peak that attention reaches, not faster than its bytes
-    others     bytes, at the share of the bandwidth that kernels reach
-    each       the launch, in addition
+products   cut into tiles that the processors of the device share: the last round of tiles may be partly empty.
+           The fastest of three forms of tiles counts, as libraries choose. Not faster than its bytes
+attention  its FLOPs at the share of the peak that attention reaches, not faster than its bytes
+others     bytes, at the share of the bandwidth that kernels reach
+each       the launch, in addition
 """
 
 import math

@@ -6,10 +6,10 @@ from pathlib import Path
 from ...errors import DataError
 from ...pipeline.instruction import COMPUTE, Schedule
 from ...pipeline.passes import add_transfers
-from ...pipeline.picture import Panel, svg
 from ...pipeline.simulate import Simulation, simulate
-from ...pipeline.timeline import as_simulation, read_traces, steps_of, typical_cost
+from .picture import Panel, svg
 from .recorded_run import Run
+from .trace_files import as_simulation, read_traces, steps_of, typical_cost
 
 PIXELS = 760  # of the picture, which a narrower window scrolls
 

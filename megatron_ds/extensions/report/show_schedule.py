@@ -19,13 +19,8 @@ from typing import Any
 
 from megatron_ds.cli import Arguments
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.pipeline.instruction import Instruction, Op, StageCosts
-from megatron_ds.pipeline.passes import add_transfers
-from megatron_ds.pipeline.picture import Panel, draw, save_png, svg
-from megatron_ds.pipeline.schedules import SCHEDULES
-from megatron_ds.pipeline.simulate import Simulation, simulate
-from megatron_ds.pipeline.timeline import (
-    Entry,
+from megatron_ds.extensions.report.picture import Panel, draw, save_png, svg
+from megatron_ds.extensions.report.trace_files import (
     as_simulation,
     read_traces,
     steps_of,
@@ -33,6 +28,11 @@ from megatron_ds.pipeline.timeline import (
     typical_cost,
     write_trace,
 )
+from megatron_ds.pipeline.instruction import Instruction, Op, StageCosts
+from megatron_ds.pipeline.passes import add_transfers
+from megatron_ds.pipeline.schedules import SCHEDULES
+from megatron_ds.pipeline.simulate import Simulation, simulate
+from megatron_ds.pipeline.timeline import Entry
 
 WIDEST = 240  # columns of a drawing in the terminal
 DRAW = {

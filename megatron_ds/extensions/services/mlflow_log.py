@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import Any
 
 from ...config import RunConfig
-from ...config.sources.config_text import to_dict
+from ...config.saved_values import to_dict
 from ...errors import ConfigError
 from ...training.observe.records import Record
-from ...training.observe.tensorboard import scalars_of
+from ..curves.tensorboard import scalars_of
 from .options import ServiceOptions
 
 RUN_TAG = "megatron_ds.run"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...config import RunConfig
 from ...training.observe.records import EvalRecord, Record, TrainRecord
-from ...training.observe.tensorboard import scalars_of
+from ..curves.tensorboard import scalars_of
 from .options import ServiceOptions
 
 NAME = "megatron_ds"

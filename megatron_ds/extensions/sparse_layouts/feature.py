@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from ...features import Feature, Later
+from ...features import Feature, Later, rules_if
 from .sparse_options import SparseOptions
 
 own = partial(Later, __package__)
@@ -10,7 +10,8 @@ own = partial(Later, __package__)
 FEATURES = [
     Feature(
         "sparse_layouts",
-        rules=(
+        rules=rules_if(
+            lambda config: config.model.sparse_attention is not None,
             own(".sparse_rules:sparse_shapes"),
             own(".sparse_rules:sparse_direction"),
             own(".sparse_rules:sparse_composition"),

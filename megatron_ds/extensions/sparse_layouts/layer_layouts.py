@@ -1,10 +1,13 @@
 """`SparseLayouts`: the `AttentionLayouts` of the mode that `--sparse-attention` names."""
 
+from typing import TYPE_CHECKING
+
 from ...config.options.model import ModelConfig
 from ...models.attention_layouts import AttentionLayouts
-from ...ops.block_layout import BlockLayout
-from .sparse_layouts import block_layout, has_random_blocks
 from .sparse_options import OF_MODE, SPARSE_FIELDS
+
+if TYPE_CHECKING:
+    from ...ops.block_layout import BlockLayout
 
 GLOBAL_INDICES = "global_block_indices"
 
@@ -16,10 +19,12 @@ class SparseLayouts(AttentionLayouts):
 
     def of_layer(
         self, config: ModelConfig, name: str, seed: int, causal: bool
-    ) -> BlockLayout | None:
+    ) -> "BlockLayout | None":
         """Return the layout of a layer, whose random blocks follow from the seed and its name."""
         if config.sparse_attention is None:
             return None
+        from .sparse_layouts import block_layout, has_random_blocks
+
         key = (seed, name) if has_random_blocks(config) else ()
         return block_layout(
             config, config.positions, config.num_attention_heads, causal, *key

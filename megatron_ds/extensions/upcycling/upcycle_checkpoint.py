@@ -48,7 +48,8 @@ from megatron_ds.cli import Arguments
 from megatron_ds.config import RunConfig, Source, parse
 from megatron_ds.config.options.moe import MoEOptions
 from megatron_ds.config.run import options_in
-from megatron_ds.config.sources.config_text import explanation, invocation, to_dict
+from megatron_ds.config.saved_values import to_dict
+from megatron_ds.config.sources.config_text import explanation, invocation
 from megatron_ds.config.sources.flags import CONFIG_FLAG
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.extensions.upcycling.upcycling import Upcycling, counted, is_exact

@@ -2,8 +2,8 @@
 and W. `ScheduleFamily` is such a function with its limits, and `SCHEDULES` the table of families.
 
 A schedule is the order in which each rank computes; `pipeline.passes` adds the transfers and reductions that
-follow from it. A new schedule is one file in this folder with such a function under `@schedule(name)`, declared at
-the end of this file. `tests/contracts` runs each schedule through the passes and the simulator for
+follow from it. A new schedule is one file with such a function under `@schedule(name)`, which a
+feature names in `registers`. `tests/contracts` runs each schedule through the passes and the simulator for
 many shapes.
 """
 
@@ -121,7 +121,7 @@ def stages_of(rank: int, placement: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stage for stage, home in enumerate(placement) if home == rank)
 
 
-# A file of this folder is imported when one of its schedules is used.
+# Imported when one of its schedules is used.
 SCHEDULES.declare(
     f"{__name__}.classic",
     "gpipe",
@@ -129,6 +129,5 @@ SCHEDULES.declare(
     "1f1b",
     aliases={"one_f_one_b": "1f1b", "interleaved_1f1b": "interleaved"},
 )
-SCHEDULES.declare(f"{__name__}.zero_bubble", "zb-h1", "zb-h2", "zb-auto", "zb-v")
 
 __all__ = ["SCHEDULES", "ScheduleFamily", "placement", "schedule", "stages_of"]

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any, TextIO
 
 from ...config import RunConfig
@@ -25,7 +24,7 @@ from ...progress.ramps import Progress
 from .metrics_file import MetricsFile, check_metrics_file, metrics_path
 from .records import Record, rate
 from .run_facts import Fact
-from .sink import Sink, Tolerant, check_folder
+from .sink import Continuing, Sink, Tolerant
 
 logger = logging.getLogger(__name__)
 FORMAT = (
@@ -187,10 +186,6 @@ def check_log(config: RunConfig) -> None:
     """Raises ConfigError, naming the flag, for a sink whose file or folder cannot be written."""
     if path := metrics_path(config):
         check_metrics_file(path)
-    if folder := config.logging.tensorboard_dir:
-        check_folder("--tensorboard-dir", Path(folder))
-    if folder := config.logging.csv_monitor_dir:
-        check_folder("--csv-monitor-dir", Path(folder))
     for sink in metric_sinks(config):
         if sink.check is not None:
             sink.check(config)
@@ -201,7 +196,7 @@ def check_log(config: RunConfig) -> None:
 def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -> Log:
     """Return the log of rank 0, with the sinks that the config enables.
 
-    progress  where the run starts; TensorBoard drops points of earlier processes beyond it
+    progress  where the run starts
     run_id    the same after each resume; None: a new random id
     """
     run_id = run_id or secrets.token_hex(8)
@@ -209,19 +204,10 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
     if path := metrics_path(config):
         sinks.append(MetricsFile(path, run_id))
     # Sinks that are off are not loaded.
-    if folder := config.logging.tensorboard_dir:
-        from .tensorboard import TensorBoard
-
-        sinks.append(
-            TensorBoard(
-                Path(folder), progress, config.logging.log_timers_to_tensorboard
-            )
-        )
-    if folder := config.logging.csv_monitor_dir:
-        from .csv_monitor import CsvMonitor
-
-        sinks.append(CsvMonitor(Path(folder)))
     sinks += [sink.make(config, run_id) for sink in metric_sinks(config)]
+    for sink in sinks:
+        if isinstance(sink, Continuing):
+            sink.begin(progress)
     draws = (
         config.logging.progress_bar
         and _is_terminal()

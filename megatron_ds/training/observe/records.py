@@ -1,7 +1,6 @@
 """Records that a run logs: one for an interval of training steps, one for an evaluation.
 
-Each record has `line()`, in Megatron-LM's format for log files, `short()`, which fits a terminal of 100
-columns, and `fields()`, plain values for sinks.
+Observers write records of their own, such as one of a step whose update was dropped.
 """
 
 import math
@@ -9,9 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
-
-from .task_record import TaskRecord
+from typing import Any, cast
 
 # "decoder.layers.3 max load": a metric of one layer (see batch/ledger.py).
 OF_LAYER = re.compile(r"[a-z]\S*\.\d+\S* (.+)")
@@ -19,8 +16,36 @@ OF_LAYER = re.compile(r"[a-z]\S*\.\d+\S* (.+)")
 LEAST = {"router entropy"}
 
 
+class Record:
+    """What a run logs. step, samples: so far, with those of the record."""
+
+    step: int
+    samples: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of the record in metrics.jsonl."""
+        raise NotImplementedError
+
+    def line(self) -> str:
+        """Return the line of a log file, in Megatron-LM's format."""
+        raise NotImplementedError
+
+    def short(self) -> str:
+        """Return the line of a terminal of 100 columns; of rare records the same."""
+        return self.line()
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values by name, for sinks."""
+        return asdict(cast(Any, self))
+
+    def curves(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return (losses and metrics, other values) of a record of an observer, by the tag of its curve."""
+        return {}, {}
+
+
 @dataclass(frozen=True)
-class TrainRecord:
+class TrainRecord(Record):
     """One logged interval: means over its steps. Times in seconds, rates per second over all ranks.
 
     mfu                model FLOP/s as a fraction of the device's peak; None when the peak is unknown
@@ -140,7 +165,7 @@ class TrainRecord:
 
 
 @dataclass(frozen=True)
-class EvalRecord:
+class EvalRecord(Record):
     """A finished evaluation. split: "validation" or "test"; metrics: as in `TrainRecord`.
 
     is_of_tokens: whether the loss is a mean over tokens, so that it has a perplexity
@@ -202,103 +227,6 @@ class EvalRecord:
         return values
 
 
-@dataclass(frozen=True)
-class SpikeRecord:
-    """A step whose update --skip-spikes dropped.
-
-    samples       consumed so far, with those of this step
-    grad_norm     of the gradient; norm_bound: the largest that is no spike
-    in_a_row      spikes since the last update
-    first_sample  position in the stream of the run of the step's first sample; the others follow it
-    sample_ids    their indices in the training dataset, in this order
-    """
-
-    step: int
-    samples: int
-    loss: float
-    grad_norm: float
-    norm_bound: float
-    in_a_row: int
-    first_sample: int
-    sample_ids: tuple[int, ...]
-
-    kind = "spike"
-
-    def line(self) -> str:
-        """Return the step, its norm, and the positions of its samples."""
-        return (
-            f"iteration {self.step} is a spike: grad norm {self.grad_norm:.4g} is beyond {self.norm_bound:.4g} "
-            f"(loss {self.loss:.4g}); its update is dropped (--skip-spikes). Samples {self.first_sample} to "
-            f"{self.samples - 1} of the run"
-        )
-
-    def short(self) -> str:
-        """Return the same: a spike is rare."""
-        return self.line()
-
-    def fields(self) -> dict[str, Any]:
-        """Plain values by name, for sinks."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class RerunRecord:
-    """A step that --rerun-bad-steps computed again.
-
-    samples    consumed so far, with those of this step
-    why        it was computed again
-    verdict    "deterministic", "transient" or "unrepeatable"
-    ranks      of a transient fault: those whose own gradients differed, "3 (host)"
-    loss, loss_again            of the first two runs
-    grad_norm, grad_norm_again  of their scaled gradients
-    """
-
-    step: int
-    samples: int
-    why: str
-    verdict: str
-    ranks: tuple[str, ...]
-    loss: float
-    loss_again: float
-    grad_norm: float
-    grad_norm_again: float
-
-    kind = "rerun"
-
-    def line(self) -> str:
-        """Return what was found, and what follows from it."""
-        return (
-            f"iteration {self.step} was computed again ({self.why}): {self.verdict}. loss {self.loss!r} and "
-            f"{self.loss_again!r}, grad norm {self.grad_norm!r} and {self.grad_norm_again!r}. "
-            + RERUN_TEXTS[self.verdict].format(self._place())
-        )
-
-    def _place(self) -> str:
-        if not self.ranks:
-            return "between ranks or in the loss, as the gradients that each rank computed are the same"
-        plural = "s" if len(self.ranks) > 1 else ""
-        return f"on rank{plural} {', '.join(self.ranks)}, whose own gradients differ"
-
-    def short(self) -> str:
-        """Return the same: such a step is rare."""
-        return self.line()
-
-    def fields(self) -> dict[str, Any]:
-        """Plain values by name, for sinks."""
-        return asdict(self)
-
-
-RERUN_TEXTS = {
-    "deterministic": "The bits are the same: the data or the model is the cause, or a device that fails alike "
-    "each time. A start from the last checkpoint on other devices distinguishes the two",
-    "transient": "Two of three runs have the same bits: a fault of the hardware {}. Training goes on with the "
-    "gradients that were the same twice",
-    "unrepeatable": "All three runs differ: operations add in a changing order (--deterministic-mode prevents "
-    "that), or the hardware fails often. Training goes on with the gradients of the third run",
-}
-Record = TrainRecord | EvalRecord | TaskRecord | SpikeRecord | RerunRecord
-
-
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics for a line of text: of those of single layers, the largest over all layers.
 
@@ -335,7 +263,7 @@ def rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second:.0f} tok/s"
 
 
-def _flat(record: Record) -> dict[str, Any]:
+def _flat(record: TrainRecord | EvalRecord) -> dict[str, Any]:
     """Return the fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
     fields = asdict(record)
     for name in ("tags", "kept_title"):

@@ -1,11 +1,11 @@
-"""Records that only metrics.jsonl keeps: what a process of the run was started with, its saves, its memory."""
+"""Records that only metrics.jsonl keeps: what a process of the run was started with, and its saves."""
 
 import platform
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,8 +14,18 @@ from ...config import RunConfig
 from ...mpu.mesh import Mesh
 
 
+class Fact:
+    """A record that only metrics.jsonl keeps. kind: its name there."""
+
+    kind: str
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return asdict(cast(Any, self))
+
+
 @dataclass(frozen=True)
-class ProcessRecord:
+class ProcessRecord(Fact):
     """The start of training in a process: before the first step, or after a resume.
 
     step         of the loaded checkpoint; 0 at the start of the run
@@ -31,45 +41,15 @@ class ProcessRecord:
 
     kind = "process"
 
-    def fields(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class SaveRecord:
+class SaveRecord(Fact):
     """A complete checkpoint. save_seconds: how long steps waited for it."""
 
     step: int
     save_seconds: float
 
     kind = "save"
-
-    def fields(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class MemoryRecord:
-    """Bytes of rank 0 by owner (memory_history.py), such as "weights": planned, and measured in the step.
-
-    measuring_seconds: after the step, for the plan and the file, while training waited
-    """
-
-    step: int
-    planned: Mapping[str, int]
-    measured: Mapping[str, int]
-    measuring_seconds: float = 0.0
-
-    kind = "memory"
-
-    def fields(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return asdict(self)
-
-
-Fact = ProcessRecord | SaveRecord | MemoryRecord
 
 
 def process_record(

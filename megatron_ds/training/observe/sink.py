@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from ...errors import ConfigError
+from ...progress.ramps import Progress
 from .records import Record
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,14 @@ class Sink(Protocol):
 
     def write(self, record: Record) -> None:
         """Write one record completely, or raise OSError and write nothing."""
+
+
+@runtime_checkable
+class Continuing(Protocol):
+    """A sink whose files tell the points of this process from those of earlier ones."""
+
+    def begin(self, progress: Progress) -> None:
+        """Take note of the progress with which this process starts, before the first record."""
 
 
 class PointSink(Protocol):

@@ -20,8 +20,8 @@ from ....checkpoint.folder import write_durably
 from ....checkpoint.safetensors_folder import INDEX, SINGLE, TensorEntry, write_folder
 from ....checkpoint.tokenizer_files import OF_A_FOLDER
 from ....config.options.model import ModelConfig
-from ....data.tokenizers.special_tokens import END_NAMES, special_tokens
 from ....errors import CheckpointError, DataError
+from ....features import Provided
 from ....models.identity import model_identity
 from ....mpu.group import solo
 from ....registry import did_you_mean
@@ -48,6 +48,8 @@ from .families import FAMILIES, REFUSED
 from .keys import ROTARY_KEYS
 from .windows import skip_frequency
 
+# A module of `special_tokens` and `END_NAMES`.
+SPECIAL_TOKENS: Provided[Any] = Provided("special tokens")
 NAME = "huggingface"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -382,10 +384,12 @@ def _named_tokens(path: Path) -> dict[str, str]:
     """Return the special tokens of a tokenizer.json: those that the files beside it name. If no file names the end
     of a document, it is the only token that may be one. Raises CheckpointError."""
     try:
-        named = special_tokens(path.parent)
+        named = SPECIAL_TOKENS.get().special_tokens(path.parent)
     except DataError as error:
         raise CheckpointError(str(error)) from error
-    ends = [name for name in END_NAMES if name in _vocabulary(path)]
+    ends = [
+        name for name in SPECIAL_TOKENS.get().END_NAMES if name in _vocabulary(path)
+    ]
     return {**({"eos_token": ends[0]} if len(ends) == 1 else {}), **named}
 
 

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from ....host import load_compiled
-from ....ops import adam, elementwise_updates
+from ....ops import adam
 from ....ops.kernel_table import CPU
 from ....ops.update_rows import AdamRow, AdamStep, UpdateRow
+from ...optimizers import elementwise_updates
 
 logger = logging.getLogger(__name__)
 

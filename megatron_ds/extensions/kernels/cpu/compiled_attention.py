@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,10 @@ from ....ops.key_visibility import CAUSAL_KEYS, KeyVisibility
 from ....ops.meta_tensors import has_memory
 from ....ops.scoring import PLAIN, Scoring
 from ....ops.widened_products import is_widened
-from .key_spans import UNIT, key_spans
+from . import UNIT
+
+if TYPE_CHECKING:
+    from .key_spans import KeySpans
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +330,14 @@ def _packed_keys(
     return RUN if pattern.left is None else RUN + BESIDE_WINDOW
 
 
-_spans = lru_cache(maxsize=1024)(key_spans)
+@lru_cache(maxsize=1024)
+def _spans(
+    pattern: AttentionPattern, queries: range, keys: range, heads: int
+) -> "KeySpans":
+    """`key_spans`, whose module is loaded where the kernel runs."""
+    from .key_spans import key_spans
+
+    return key_spans(pattern, queries, keys, heads)
 
 
 def _ids(

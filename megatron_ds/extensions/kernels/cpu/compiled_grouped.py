@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ....host.fake_cpu import FakeCpuTensor
+from ....host.valueless_tensor import ValuelessTensor
 from ....ops.widened_products import WORKSPACE, is_widened
 from . import compiled_product
 from .compiled_product import NAMES, is_compiled, pays
@@ -106,7 +106,7 @@ def _runs(counts: Sequence[int]) -> Runs:
 
 def _at(t: torch.Tensor, index: int) -> int:
     """Return the address of t[index]; 0 for a plan's tensor."""
-    if isinstance(t, FakeCpuTensor):
+    if isinstance(t, ValuelessTensor):
         return 0
     return t.data_ptr() + index * t.stride(0) * t.element_size()
 
@@ -123,7 +123,7 @@ def _call(
     most = max(bytes_of(sizes, is_wide) for sizes, *_ in products)
     most = -(-most // 64) * 64
     packed = WORKSPACE.take("packed factors", threads * most // 4)
-    if not isinstance(out, FakeCpuTensor):
+    if not isinstance(out, ValuelessTensor):
         getattr(compiled, f"products_{name}")(
             products,
             out.stride(-2),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ....host import load_compiled
-from ....host.fake_cpu import FakeCpuTensor
+from ....host.valueless_tensor import ValuelessTensor
 from ....ops import product
 from ....ops.kernel_table import CPU
 from ....ops.meta_tensors import has_memory
@@ -131,7 +131,7 @@ def row_product(
 ) -> torch.Tensor:
     """out = x Wᵀ + bias for x [1, in], weight [out, in] and out [1, out]; returns out. Not for autograd."""
     bias = None if bias is None else bias.contiguous()
-    if not isinstance(out, FakeCpuTensor):  # of a plan
+    if not isinstance(out, ValuelessTensor):  # of a plan
         addresses = x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
         extension().row_product(
             weight.shape,
@@ -154,7 +154,7 @@ def _run(
     name = NAMES[a.dtype]
     count = getattr(extension(), f"bytes_{name}")(sizes, out.dtype == torch.float32)
     packed = WORKSPACE.take("packed factors", -(-count // 4))
-    if not isinstance(out, FakeCpuTensor):  # of a plan
+    if not isinstance(out, ValuelessTensor):  # of a plan
         addresses = [0 if t is None else t.data_ptr() for t in bias]
         getattr(extension(), f"{function}_{name}")(
             sizes,

@@ -12,7 +12,7 @@ import torch
 
 from ....host import load_compiled
 from ....host.autograd_functions import differentiable_once, direct_apply
-from ....host.fake_cpu import FakeCpuTensor
+from ....host.valueless_tensor import ValuelessTensor
 from ....ops import rotary as ops_rotary
 from ....ops.kernel_table import CPU
 
@@ -122,7 +122,7 @@ def _move(
 ) -> None:
     """packed [s, b, g, slots, d] ↔ parts: q, k, v, or a tensor of all slots. A plan's tensors have no memory, and
     nothing is computed."""
-    if isinstance(packed, FakeCpuTensor) or not packed.numel():
+    if isinstance(packed, ValuelessTensor) or not packed.numel():
         return
     s, b, groups, slots, d = packed.shape
     # The kernel wants contiguous channels, and heads of all groups at one distance.

@@ -22,8 +22,8 @@ import numpy as np
 from ....ops.attention_pattern import AttentionPattern
 from ....ops.block_layout import BlockLayout
 from ....ops.visible_blocks import Parts, visible_blocks
+from . import UNIT
 
-UNIT = 16
 REGISTERS = 4
 AHEAD = 8  # the kernel fetches this many units before it computes with them
 

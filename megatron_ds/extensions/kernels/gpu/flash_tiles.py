@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from ....ops.kernel_check import tensor_error
 from ....ops.kernel_table import random_tensors
+from .kernel_check import tensor_error
 
 logger = logging.getLogger(__name__)
 

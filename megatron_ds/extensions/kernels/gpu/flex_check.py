@@ -14,10 +14,10 @@ import torch
 
 from ....ops.attention_pattern import AttentionPattern
 from ....ops.block_layout import BlockLayout
-from ....ops.kernel_check import error_between
 from ....ops.kernel_table import random_tensors
 from ....ops.key_visibility import KeyVisibility
 from ....ops.scoring import Scoring
+from .kernel_check import error_between
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from ....errors import KernelError
-from ....ops.kernel_check import largest_error
 from ....ops.kernel_table import CHECKS_BEFORE_USE, Calls, Implementation, Operation
 from .cuda_backend import reason_against
 from .gpu_kernel import Launches, launches_recorded
+from .kernel_check import largest_error
 
 logger = logging.getLogger(__name__)
 

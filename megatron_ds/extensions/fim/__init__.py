@@ -1,0 +1,1 @@
+"""Fill in the middle: documents whose middle moves to their end."""

@@ -1,0 +1,1 @@
+"""Optimizers besides Adam and SGD: Adagrad, LAMB, Lion and Muon."""

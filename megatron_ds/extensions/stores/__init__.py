@@ -1,0 +1,1 @@
+"""Object stores as places of checkpoints: s3://, gs:// and others of fsspec."""

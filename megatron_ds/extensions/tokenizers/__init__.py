@@ -1,0 +1,1 @@
+"""Tokenizers that are read from files."""

@@ -1,0 +1,25 @@
+"""Tokenizers that are read from files: the declaration of the feature."""
+
+from functools import partial
+
+from ...features import Feature, Later
+
+own = partial(Later, __package__)
+FILES = f"{__package__}.file_tokenizers"
+
+FEATURES = [
+    Feature(
+        "tokenizers",
+        registers={
+            "tokenizer": {
+                "HuggingFaceTokenizer": FILES,
+                "SentencePieceTokenizer": FILES,
+                "Llama2Tokenizer": FILES,
+                "GPT2BPETokenizer": FILES,
+                "HFTokenizer": "HuggingFaceTokenizer",
+                "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+            }
+        },
+        provides={"special tokens": own(".special_tokens")},
+    )
+]
