@@ -1,8 +1,8 @@
 """`Work`: what one call computes, as far as its time depends on it; and who asks for it.
 
 A plan runs the layers on tensors without values and adds up their work. Operations of torch are seen as they are
-called (`extensions.plan_time.recorded_work`). What a kernel computes cannot be seen, as it only allocates its results there;
-so an operation with kernels states its work beside them:
+called. What a kernel computes cannot be seen, as it only allocates its results there, so an operation with kernels
+states its work beside them:
 
     @attention.states_work(backward=_backward_work)
     def _forward_work(q, k, v, ...): return Work(...)
@@ -20,9 +20,9 @@ import torch
 
 
 class Product(NamedTuple):
-    """`count` products [rows, inner] [inner, columns]."""
+    """`number` products [rows, inner] [inner, columns]."""
 
-    count: float
+    number: float
     rows: int
     columns: int
     inner: int
@@ -30,7 +30,7 @@ class Product(NamedTuple):
     @property
     def flops(self) -> float:
         """Multiplications and additions."""
-        return 2.0 * self.count * self.rows * self.columns * self.inner
+        return 2.0 * self.number * self.rows * self.columns * self.inner
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Work:
     def times(self, factor: float) -> "Work":
         """Return the work of so many such calls."""
         products = (
-            product._replace(count=product.count * factor) for product in self.products
+            product._replace(number=product.number * factor) for product in self.products
         )
         return Work(
             tuple(products), self.scores * factor, self.nbytes * factor, self.dtype

@@ -118,7 +118,8 @@ def fake_stages(
     """All stages of the model, as the tensor-parallel rank of `mesh` holds them. mesh: from `fake_mesh`.
 
     One stage of each sort runs, and all stages of the mesh's own pipeline rank. device: planned, "cpu" or
-    "cuda". recorder: of the work of each stage. Raises LayoutError if the shape that a stage returns is not the one that the next stage expects.
+    "cuda". recorder: of the work of each stage. Raises LayoutError if the shape that a stage returns is not the one
+    that the next stage expects.
     """
     with without_memory(device, config.train.kernels) as where:
         runner = StageRunner(

@@ -21,6 +21,7 @@ from ...planning.flops import layers_of_run, model_flops
 from ...planning.rank_plan import RankPlan
 from ...planning.run_model import boundary_shape
 from ..dry_run.world_plan import WorldPlan
+from ...zero.settings import ZeroSettings
 from .cluster import Cluster
 from .link_time import Links
 from .stage_time import PhaseTime, phase_time
@@ -251,7 +252,8 @@ def _reduction_behind(
     # The stages of the rank share its gradients by their parameters.
     parameters = {stage: _elements(plan, stage) for stage in last}
     total = sum(parameters.values()) or 1
-    bucket = plan.config.zero.reduce_bucket_size
+    settings = ZeroSettings.from_config(plan.config)
+    bucket = settings.elements_of_bucket(rank.parameters, plan.grid.size("dp", "cp"))
     clock = 0.0
     for stage, number in sorted(last.items(), key=lambda pair: pair[1]):
         its_own = whole * parameters[stage] / total

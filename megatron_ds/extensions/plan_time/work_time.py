@@ -36,7 +36,7 @@ def _tiled_flops(product: Product, processors: int) -> float:
     found = math.inf
     for rows, columns, share in TILES:
         tiles = math.ceil(product.rows / rows) * math.ceil(product.columns / columns)
-        rounds = math.ceil(product.count * tiles / processors)
+        rounds = math.ceil(product.number * tiles / processors)
         whole = rounds * processors * rows * columns * 2.0 * product.inner
         found = min(found, whole / share)
     return found
