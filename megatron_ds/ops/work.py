@@ -56,7 +56,8 @@ class Work:
     def times(self, factor: float) -> "Work":
         """Return the work of so many such calls."""
         products = (
-            product._replace(number=product.number * factor) for product in self.products
+            product._replace(number=product.number * factor)
+            for product in self.products
         )
         return Work(
             tuple(products), self.scores * factor, self.nbytes * factor, self.dtype

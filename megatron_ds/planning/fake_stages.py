@@ -265,16 +265,17 @@ class StageRunner:
             known = None
             if sort in self.runs and pp_rank != self.mesh.coordinate("pp"):
                 known = _of_other_layers(*self.runs[sort], layers[index])
-            run = known or self._run(index, layers[index], modules)
+            run = known or self.run_stage(index, layers[index], modules)
             if known is None:
                 self.runs[sort] = run, layers[index]
             yield FakeStage(
                 index, tuple(layers[index]), modules, uses, run, known is None
             )
 
-    def _run(
+    def run_stage(
         self, index: int, layers: Sequence[Layer], modules: nn.ModuleList
     ) -> StageRun:
+        """Run a micro-batch on the modules of some layers, as stage `index`."""
         stage = self._stage(index, modules)
         with LiveBytes() as live:
             # kept until both micro-batches are measured, as in a step

@@ -19,9 +19,9 @@ from ...pipeline.instruction import COMPUTE, SENDS, Instruction, Op
 from ...pipeline.simulate import Simulation, simulate
 from ...planning.flops import layers_of_run, model_flops
 from ...planning.rank_plan import RankPlan
-from ...planning.run_model import boundary_shape
-from ..dry_run.world_plan import WorldPlan
+from ...planning.run_model import DTYPES, boundary_shape
 from ...zero.settings import ZeroSettings
+from ..dry_run.world_plan import WorldPlan
 from .cluster import Cluster
 from .link_time import Links
 from .stage_time import PhaseTime, phase_time
@@ -77,6 +77,18 @@ class StepTime:
         """FLOP/s of a device with those of recomputation."""
         again = self.plan.again_flops * self.samples
         return (self.flops + again) / self.seconds / self.plan.grid.world_size
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of a device by its data sheet, in the dtype of the weights."""
+        return self.cluster.device.peak_of(
+            DTYPES[self.plan.config.optimizer.params_dtype]
+        )
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the peak."""
+        return self.flops_per_device / self.peak
 
     @property
     def samples(self) -> int:
@@ -230,7 +242,7 @@ def _message_seconds(plan: WorldPlan, links: Links) -> float:
     numbers = 1
     for size in boundary_shape(plan.config):
         numbers *= size
-    width = 4 if plan.config.optimizer.params_dtype == "fp32" else 2
+    width = DTYPES[plan.config.optimizer.params_dtype].itemsize
     return links.seconds("send", "pp", plan.grid.pp, numbers * width)
 
 

@@ -62,11 +62,11 @@ def _rows(time: StepTime) -> Iterator[str]:
     """Yield seconds, speed, days and cost."""
     config = time.plan.config
     tokens = time.samples * config.model.seq_length
-    peak = _peak(time)
+    peak = time.peak
     yield f"  a step         {time.seconds:10.3f} s    {tokens:,} tokens"
     yield f"  tokens         {tokens / time.seconds:10,.0f} /s   {tokens / time.seconds * DAY / 1e9:,.2f} G a day"
     yield (
-        f"  model FLOP/s   {time.flops_per_device / 1e12:10.1f} T a device, MFU {time.flops_per_device / peak:.1%}"
+        f"  model FLOP/s   {time.flops_per_device / 1e12:10.1f} T a device, MFU {time.mfu:.1%}"
     )
     if time.plan.again_flops:
         hardware = time.hardware_flops_per_device
@@ -79,14 +79,6 @@ def _rows(time: StepTime) -> Iterator[str]:
         if time.cluster.dollars_per_hour:
             cost = f", ${devices * 24 * time.cluster.dollars_per_hour:,.0f}"
         yield f"  {steps:,} steps: {days:,.2f} days, {devices:,.1f} device-days{cost}"
-
-
-def _peak(time: StepTime) -> float:
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    peaks = time.cluster.device.peak
-    return peaks.get(
-        names.get(time.plan.config.optimizer.params_dtype, ""), peaks["float32"]
-    )
 
 
 def _bars(time: StepTime) -> Iterator[str]:
