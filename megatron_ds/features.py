@@ -146,8 +146,8 @@ class Feature:
     options    the section: a frozen dataclass whose fields are declared with `config.option`
     extends    name of a section of the package → a dataclass of options that the section has as a base class; only of
                features in the wings
-    is_on      (RunConfig) -> whether a run uses `layers`, `added`, `lengths`, `order` and `kept`, whose modules are
-               loaded then; None: always
+    is_on      (RunConfig) -> whether a run uses `layers`, `added`, `lengths`, `order`, `kept` and `planned`, whose
+               modules are loaded then; None: always
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
@@ -172,6 +172,8 @@ class Feature:
     described  (Replica, name of the launcher, RunConfig as given) -> what the run is, for the log of rank 0
     prepared   (Replica) -> what it has prepared for the first step, for the log; "" for nothing
     dry_run    (RunConfig, Launch) -> exit code: prints the plan of --dry-run
+    planned    (RunConfig) -> what the plan of --dry-run prints besides: an object with `recorder`, which makes a
+               `planning.fake_stages.Recorder` of the work of each stage, and `lines`, of the recorded plan
     synonyms   name of an option in other projects, with hyphens → its flag here, or a sentence
     formerly   the section of the package that had the options in earlier files, if there was one
     sinks      where metrics go
@@ -209,6 +211,7 @@ class Feature:
     described: Callable[[Any, str, Any], str] | None = None
     prepared: Callable[[Any], str] | None = None
     dry_run: Callable[[Any, Any], int] | None = None
+    planned: Callable[[Any], Any] | None = None
     synonyms: Mapping[str, str] = field(default_factory=dict)
     sinks: Sequence[MetricSink] = ()
     commands: Mapping[str, Any] = field(default_factory=dict)

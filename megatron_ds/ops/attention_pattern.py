@@ -12,6 +12,7 @@ A layout of blocks may hide more, of each head other keys; then `mask` has all t
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from .block_layout import BlockLayout
@@ -62,6 +63,22 @@ class AttentionPattern:
         if self.layout is not None:
             return self.layout.pairs(s, self.causal)
         return s * s - (before * before + after * after) / 2
+
+    def pairs_between(self, queries: range, keys: range) -> float:
+        """Pairs of these queries and keys that are seen, by position alone: a layout hides nothing here. A query and
+        its own key are half a pair of a causal pattern, as in `pairs`."""
+        places = np.arange(queries.start, queries.stop)
+        first = np.full_like(places, keys.start)
+        if self.left is not None:
+            first = np.maximum(first, places - self.left)
+        stop = np.full_like(places, keys.stop)
+        if self.after is not None:
+            stop = np.minimum(stop, places + self.after + 1)
+        seen = int(np.maximum(stop - first, 0).sum())
+        if not self.causal:
+            return float(seen)
+        own = range(max(queries.start, keys.start), min(queries.stop, keys.stop))
+        return seen - len(own) / 2
 
     def keys_of(self, queries: range, keys: range) -> range:
         """Return the part of `keys` from the first to the last that any of the queries sees; maybe empty.

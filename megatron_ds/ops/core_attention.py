@@ -30,6 +30,7 @@ from .product import LOW
 from .scoring import PLAIN, Scoring
 from .softmax import forbidden, masked_softmax
 from .widened_products import is_widened
+from .work import Work, bytes_of, report
 
 SIZES = 16  # numbers of keys that parts of a sequence have
 
@@ -66,7 +67,10 @@ def attention(
     )
     allowed = None if is_causal else _allowed(q, k, visible, scoring)
     if q.is_meta:
-        return _merge_heads(_PlannedAttention.apply(queries, keys, values, allowed))
+        work = attention_work(q, k, v, visible)
+        return _merge_heads(
+            _PlannedAttention.apply(queries, keys, values, allowed, work)
+        )
     # torch chooses a fused kernel.
     out = F.scaled_dot_product_attention(
         queries,
@@ -105,6 +109,26 @@ def _hidden(
     """bool, True where a query does not see a key; None: nowhere, as of a single causal query."""
     mask = visible.hidden_besides_later(*places_of(q, k), q.device)
     return forbidden(q.shape[0], k.shape[0], visible.pattern.causal, mask, q.device)
+
+
+@attention.states_work()
+def attention_work(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
+    **_: object,
+) -> Work:
+    """Return the work of a fused kernel: half of the scores where the pattern is causal, those of a window in it.
+    Documents and masks do not count: a plan does not know them."""
+    heads, key_width = q.shape[1] * q.shape[2], q.shape[3]
+    pairs = visible.pattern.pairs(k.shape[0]) * q.shape[0] / k.shape[0]
+    flops = 2.0 * heads * pairs * (key_width + v.shape[3])
+    moved = (
+        sum(map(bytes_of, (q, k, v)))
+        + q.numel() // key_width * v.shape[3] * q.element_size()
+    )
+    return Work(scores=flops, nbytes=moved, dtype=q.dtype)
 
 
 attention.benchmark_sizes = ((4096, 128),)  # heads of 128 channels
@@ -236,7 +260,7 @@ def exchanged_attention(
         block = ScoreBlock(visible, *places_of(q, k))
         parts = kernel.compiled_attention_not_kept(q, k, v, block, scoring)
         return exchange.of_rows(*parts).flatten(2)
-    out = attention(q, k, v, visible, **settings)
+    out = chosen(q, k, v, visible, **settings)
     return exchange(out.unflatten(2, (q.shape[2], -1))).flatten(2)
 
 
@@ -279,7 +303,9 @@ class _PlannedAttention(torch.autograd.Function):
     # memory order [b, s, n, d], and the logarithm of each row's sum in fp32.
 
     @staticmethod
-    def forward(ctx, queries, keys, values, allowed):
+    def forward(ctx, queries, keys, values, allowed, work):
+        report("attention", "torch", work)
+        ctx.work = work
         b, n, s, _ = queries.shape
         out = queries.new_empty(b, s, n, values.shape[3]).transpose(1, 2)
         if allowed is not None and allowed.dtype is torch.bool:
@@ -291,10 +317,12 @@ class _PlannedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         queries, keys, values, *_ = ctx.saved_tensors
+        report("attention backward", "torch", ctx.work.times(2))
         return (
             torch.empty_like(queries),
             torch.empty_like(keys),
             torch.empty_like(values),
+            None,
             None,
         )
 

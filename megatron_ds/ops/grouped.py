@@ -27,6 +27,7 @@ from ..features import Provided
 from .kernel_table import choice_recorded, is_selected
 from .meta_tensors import has_memory
 from .product import FP32_SUMS, add_product_, affine, product_into
+from .work import Product, Work, each_stands_for, report
 
 GROUPED_PRODUCTS: Provided[Any] = Provided("grouped products")
 
@@ -63,10 +64,11 @@ class RowRuns:
             run = self.counts.index(longest)
             start = sum(self.counts[:run])
             if longest:
-                yield (
-                    *(t[start : start + longest] for t in rows),
-                    *(t[run] for t in matrices),
-                )
+                with each_stands_for(sum(self.counts) / longest):
+                    yield (
+                        *(t[start : start + longest] for t in rows),
+                        *(t[run] for t in matrices),
+                    )
             return
         pieces = zip(
             *(t.split(list(self.counts)) for t in rows), *(t.unbind() for t in matrices)
@@ -191,7 +193,21 @@ def _one_call(
     if not found.suits(matrices, runs.counts, *factors):
         return None
     choice_recorded(name, "c++")
+    report(name, "c++", _runs_work(matrices, runs))
     return found
+
+
+def _runs_work(matrices: torch.Tensor, runs: RowRuns) -> Work:
+    """Return the work of all products with matrices [runs, n, m]: each of them has the rows of its run."""
+    filled = sum(1 for count in runs.counts if count)
+    rows = sum(runs.counts)
+    wide, narrow = matrices.shape[1:]
+    moved = rows * (wide + narrow) + matrices.numel()
+    return Work(
+        (Product(filled, rows // max(1, filled), wide, narrow),),
+        nbytes=moved * matrices.element_size(),
+        dtype=matrices.dtype,
+    )
 
 
 def _has_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -5,10 +5,13 @@ Implementations of the two operations: compiled ones, which read and write each 
 (compiled_cross_entropy.py); torch's operations on some rows at a time.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from .kernel_table import Operation, random_tensors
 from .meta_tensors import has_memory
+from .work import each_stands_for
 
 # fp32 elements processed at once, in whole rows: as many as fit a CPU's cache.
 CPU_BLOCK = 2**18
@@ -161,9 +164,13 @@ class ProbabilitiesKept:
         )
 
 
-def row_blocks(t: torch.Tensor, elements: int) -> list[slice]:
-    """Runs of rows of t [n, columns] with about so many elements, at least one row each. Without memory the
-    first run, as all others need no more: plans of long sequences would have thousands."""
+def row_blocks(t: torch.Tensor, elements: int) -> Iterator[slice]:
+    """Yield runs of rows of t [n, columns] with about so many elements, at least one row each. Without memory the
+    first run stands for all, as no other needs more: plans of long sequences would have thousands."""
     rows = max(1, elements // max(1, t.shape[1]))
-    stop = t.shape[0] if has_memory(t) else min(rows, t.shape[0])
-    return [slice(start, start + rows) for start in range(0, stop, rows)]
+    total = t.shape[0]
+    if has_memory(t) or total <= rows:
+        yield from (slice(start, start + rows) for start in range(0, total, rows))
+        return
+    with each_stands_for(total / rows):
+        yield slice(0, rows)

@@ -38,6 +38,15 @@ import torch
 
 from ..errors import ConfigError
 from ..features import Provided
+from .work import (
+    WATCHERS,
+    Stated,
+    Watcher,
+    Work,
+    is_differentiated,
+    moves,
+    watched_by,
+)
 
 KERNELS: Provided[Any] = Provided("kernels")
 GPU_KERNELS: Provided[Any] = Provided("gpu kernels")
@@ -85,8 +94,9 @@ class Implementation:
     available  "" if it can run on this machine, else the reason why not; asked once
     suits      called with the operation's arguments: False where a later implementation is faster
     fits       called with the operation's arguments: "" if it takes them, else the reason, logged once
+    is_opaque  plans see no operation of torch that does its work, so the operation states it
 
-    The last two look at shapes, dtypes, devices and settings, never at the values of tensors.
+    `suits` and `fits` look at shapes, dtypes, devices and settings, never at the values of tensors.
     """
 
     name: str
@@ -96,6 +106,7 @@ class Implementation:
     available: Callable[[], str] = lambda: ""
     suits: Callable[..., bool] = _always
     fits: Callable[..., str] = _all
+    is_opaque: bool = False
 
 
 class Operation:
@@ -113,6 +124,8 @@ class Operation:
         self._kernels = 0  # of the implementations
         self.examples: list[Callable[..., tuple]] = []
         self.benchmark_sizes: tuple[tuple[int, int], ...] = BENCHMARK_SIZES
+        self.forward_work: Stated = moves
+        self.backward_work: Stated = self._twice_the_forward
         OPERATIONS[self.name] = self
 
     def example(self, make: Callable[..., tuple]) -> Callable[..., tuple]:
@@ -146,13 +159,29 @@ class Operation:
         """Adds the decorated function behind earlier kernels; limits: fields of `Implementation`."""
 
         def add(function: Callable) -> Callable:
-            found = Implementation(name, function, **limits)
+            found = Implementation(name, function, **{"is_opaque": True, **limits})
             self.implementations.insert(self._kernels, found)
             self._kernels += 1
             CHOICES.change()
             return function
 
         return add
+
+    def states_work(self, backward: Stated | None = None) -> Callable[[Stated], Stated]:
+        """Makes the decorated function (arguments of the operation) → `work.Work` that of a call of a kernel.
+
+        backward: the same for the backward of a call; None: it is that of the call, twice
+        """
+
+        def state(forward: Stated) -> Stated:
+            self.forward_work = forward
+            self.backward_work = backward or self._twice_the_forward
+            return forward
+
+        return state
+
+    def _twice_the_forward(self, *arguments: Any, **named: Any) -> Work:
+        return self.forward_work(*arguments, **named).times(2)
 
     def first_choice(self, device: str, dtype: torch.dtype) -> str:
         """Return the name of the implementation that a type of device tries first: "torch" if it has no other."""
@@ -189,9 +218,22 @@ class Operation:
             reason = "" if entry.fits is _all else entry.fits(x, *arguments, **named)
             if not reason:
                 choice_recorded(self.name, entry.name)
+                if WATCHERS and entry.is_opaque:
+                    self._tell_work(entry.name, (x, *arguments), named)
                 return entry.function
             _log_once(self.name, entry.name, reason)
         raise AssertionError(f"{self.name} has no implementation in torch operations")
+
+    def _tell_work(
+        self, implementation: str, arguments: tuple, named: dict[str, Any]
+    ) -> None:
+        differentiates = is_differentiated(arguments, named)
+        for watcher in WATCHERS:
+            work = self.forward_work(*arguments, **named)
+            watcher.called(self.name, implementation, work)
+            if differentiates:
+                again = self.backward_work(*arguments, **named)
+                watcher.will_differentiate(self.name, implementation, again)
 
 
 class Bound:
@@ -241,7 +283,8 @@ class Choices:
     def change(self) -> None:
         """What has been chosen is chosen anew."""
         self._changes += 1
-        self.number = None if _RECORDS or _RAN else self._changes
+        is_watched = _RECORDS or _RAN or WATCHERS
+        self.number = None if is_watched else self._changes
 
 
 CHOICES = Choices()
@@ -289,6 +332,15 @@ def choice_recorded(operation: str, implementation: str) -> None:
     """Add an implementation that runs to what `implementations_recorded` collects."""
     for ran in _RAN:
         ran.setdefault(operation, set()).add(implementation)
+
+
+@contextmanager
+def work_watched(watcher: Watcher) -> Iterator[None]:
+    """Tells `watcher` the work of the calls within the context that no operation of torch shows."""
+    with watched_by(watcher):
+        CHOICES.change()
+        yield
+    CHOICES.change()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from .attention_tiles import Runs, Tile, run_tiles, tiles
 from .core_attention import attention
 from .key_visibility import KeyVisibility
 from .scoring import PLAIN, Scoring
+from .work import Work, bytes_of, report
 
 ATTENTION_TILES: Provided[Any] = Provided("attention tiles")
 
@@ -389,7 +390,20 @@ def _compiled() -> ModuleType:
     return found
 
 
+def _compiled_work(t: _Operands) -> Work:
+    """Return the work of the compiled kernel for one tile: it computes what is seen."""
+    assert t.block is not None, "the tile was chosen for the compiled kernel"
+    samples, heads, rows, width = t.q.shape
+    seen = t.block.visible.pattern.pairs_between(t.block.queries, t.block.keys)
+    return Work(
+        scores=2.0 * samples * heads * seen * (width + t.v.shape[3]),
+        nbytes=2 * bytes_of(t.q) + bytes_of(t.k) + bytes_of(t.v),
+        dtype=t.q.dtype,
+    )
+
+
 def _compiled_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    report("attention tile", "c++", _compiled_work(t))
     tensors = map(_rows, (t.q, t.k, t.v))
     out, sums = _compiled().attend(*tensors, t.block, _without_sink(t))
     return _heads(out), sums.masked_fill_(sums == math.inf, -math.inf)
@@ -399,6 +413,7 @@ def _compiled_backward(
     t: _Operands, final: _Final, totals: Sequence[torch.Tensor]
 ) -> None:
     assert final.dots is not None, "they are computed for the compiled kernel"
+    report("attention tile backward", "c++", _compiled_work(t).times(2))
     _compiled().add_gradients_(
         [_rows(total) for total in totals],
         *map(_rows, (t.q, t.k, t.v, final.dout)),

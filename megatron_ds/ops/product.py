@@ -6,11 +6,14 @@ row, of bf16 matrices unless there is AMX, and on AMD's of fp32 matrices; and su
 On GPUs 16-bit products are added to fp32 sums.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
 from .kernel_table import CPU, GPU, Operation, is_selected, random_tensors
 from .widened_products import add_widened_product_, is_widened, widened_product
+from .work import Work, product_work
 
 
 @Operation
@@ -28,6 +31,14 @@ def affine(
 ) -> torch.Tensor:
     """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None; in `out` if it is given."""
     return _linear(x, weight, bias, out=out)  # type: ignore[call-arg]  # absent in torch's stubs
+
+
+product.states_work()(product_work)
+
+
+@affine.states_work()
+def _affine_work(x: torch.Tensor, weight: torch.Tensor, *_: object) -> Work:
+    return product_work(x, weight.t())
 
 
 @product.example
@@ -105,6 +116,15 @@ def add_product_(
         torch.mm(a, b, out=out)
     else:
         out.addmm_(a, b)
+
+
+@add_product_.states_work()
+def _added_work(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
+) -> Work:
+    alone = product_work(a, b)
+    read_too = out.numel() * out.element_size() * (not overwrites)
+    return replace(alone, nbytes=alone.nbytes + read_too)
 
 
 def _is_alone(

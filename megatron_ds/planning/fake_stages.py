@@ -24,8 +24,9 @@ Tests compare `kept` with a real stage on a CPU, to the byte; on CUDA devices it
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -67,6 +68,7 @@ class StageRun:
     traffic    forward and backward
     metrics    names that the layers add to the ledger
     in_host    bytes that wait in host memory, beside `kept`
+    work       what its recorder has found; None without one
     """
 
     kept: int
@@ -76,6 +78,7 @@ class StageRun:
     traffic: Traffic = field(default_factory=Traffic)
     metrics: frozenset[str] = frozenset()
     in_host: int = 0
+    work: Any = None
 
 
 @dataclass(frozen=True)
@@ -105,15 +108,23 @@ class FakeStage:
 
 
 def fake_stages(
-    config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule, device: str
+    config: RunConfig,
+    mesh: Mesh,
+    plan: RunPlan,
+    schedule: Schedule,
+    device: str,
+    recorder: "MakeRecorder | None" = None,
 ) -> list[FakeStage]:
     """All stages of the model, as the tensor-parallel rank of `mesh` holds them. mesh: from `fake_mesh`.
 
     One stage of each sort runs, and all stages of the mesh's own pipeline rank. device: planned, "cpu" or
-    "cuda". Raises LayoutError if the shape that a stage returns is not the one that the next stage expects.
+    "cuda". recorder: of the work of each stage. Raises LayoutError if the shape that a stage returns is not the one
+    that the next stage expects.
     """
     with without_memory(device, config.train.kernels) as where:
-        runner = StageRunner(config, mesh, plan, where, _split_stages(schedule))
+        runner = StageRunner(
+            config, mesh, plan, where, _split_stages(schedule), recorder=recorder
+        )
         stages: list[FakeStage] = []
         for pp_rank in range(plan.shape.size):
             stages += runner.stages_of(pp_rank)
@@ -186,11 +197,34 @@ def _split_stages(schedule: Schedule) -> frozenset[int]:
     return frozenset(i.stage for program in schedule for i in program if i.op is Op.W)
 
 
+Phase = Callable[[Op], AbstractContextManager[None]]
+
+
+class Recorder(Protocol):
+    """Records what a stage does for a micro-batch, in the phases F and B, or F, I and W."""
+
+    def phase(self, op: Op) -> AbstractContextManager[None]:
+        """Record what runs within the context."""
+
+    def stage_work(self) -> Any:
+        """Return what was recorded."""
+
+
+MakeRecorder = Callable[[Traffic], Recorder]
+"""(traffic of the groups of the layers) → a recorder"""
+
+
+def _unrecorded(op: Op) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class StageRunner:
     """Builds stages and runs one of each sort, within the context of `without_memory`.
 
     mesh, device  from `fake_mesh` and from `without_memory`
     split         stages whose backward the schedule splits
+    only_forward  measures `StageRun.kept` alone
+    recorder      of the work of each stage
     """
 
     def __init__(
@@ -201,6 +235,7 @@ class StageRunner:
         device: torch.device,
         split: frozenset[int],
         only_forward: bool = False,
+        recorder: "MakeRecorder | None" = None,
     ):
         self.config = config
         self.mesh = mesh
@@ -208,6 +243,7 @@ class StageRunner:
         self.device = device
         self.split = split
         self.only_forward = only_forward
+        self.recorder = recorder
         self.layers = describe_layers(config, mesh, device)
         self.runs: dict[tuple, tuple[StageRun, Sequence[Layer]]] = {}
 
@@ -229,16 +265,17 @@ class StageRunner:
             known = None
             if sort in self.runs and pp_rank != self.mesh.coordinate("pp"):
                 known = _of_other_layers(*self.runs[sort], layers[index])
-            run = known or self._run(index, layers[index], modules)
+            run = known or self.run_stage(index, layers[index], modules)
             if known is None:
                 self.runs[sort] = run, layers[index]
             yield FakeStage(
                 index, tuple(layers[index]), modules, uses, run, known is None
             )
 
-    def _run(
+    def run_stage(
         self, index: int, layers: Sequence[Layer], modules: nn.ModuleList
     ) -> StageRun:
+        """Run a micro-batch on the modules of some layers, as stage `index`."""
         stage = self._stage(index, modules)
         with LiveBytes() as live:
             # kept until both micro-batches are measured, as in a step
@@ -270,7 +307,20 @@ class StageRunner:
             traffic,
             metrics,
             waiting,
+            self._work(stage),
         )
+
+    def _work(self, stage: Stage) -> Any:
+        """Record one more micro-batch: the first ones allocate and compute what a stage has once."""
+        if self.recorder is None:
+            return None
+        recorder = self.recorder(self.mesh.traffic)
+        batch = planned_batch(self.config, self.device)
+        with recorder.phase(Op.F):
+            loss = self._forward(stage, batch)
+        self._backward(stage, recorder.phase)
+        del loss
+        return recorder.stage_work()
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
         """Measure (at_work, the workspace in it) on one layer of each sort, since more layers only add to `kept`. Of
@@ -346,13 +396,16 @@ class StageRunner:
         _check(f"stage {stage.index} returns", output, self._between())
         return None
 
-    def _backward(self, stage: Stage) -> None:
+    def _backward(self, stage: Stage, phase: Phase = _unrecorded) -> None:
         between = None if stage.is_last else self._between()
         if stage.index in self.split:
-            gradient = stage.backward_input(0, between)
-            stage.backward_weights(0)
+            with phase(Op.I):
+                gradient = stage.backward_input(0, between)
+            with phase(Op.W):
+                stage.backward_weights(0)
         else:
-            gradient = stage.backward(0, between)
+            with phase(Op.B):
+                gradient = stage.backward(0, between)
         if not stage.is_first:
             assert gradient is not None  # of the input, which another stage has sent
             _check(

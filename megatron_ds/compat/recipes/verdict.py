@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ...config.messages import Rule
@@ -40,7 +41,7 @@ from ..config.dialects import FORK_READERS
 from ..config.neox_yaml import is_neox, read_neox
 from ..config.unsupported import answer_to_flag
 from .budget import MOST_FLAGS, MOST_RANKS, MOST_WORDS
-from .file import Training
+from .file import Training, read_recipe
 from .shell_values import CLOSE, IS_OPEN, OPEN, shown
 
 YAML_FLAG = "--yaml-cfg"
@@ -171,6 +172,14 @@ def config_of(training: Training, ranks: int) -> RunConfig:
     ]
     defaults = {"model": "bert"} if "bert" in training.script else {}
     return assembled(line, readings, ranks, defaults)[0]
+
+
+def config_of_recipe(path: Path, ranks: int) -> RunConfig:
+    """Return the configuration of the first training of a recipe, for this many processes. Raises ConfigError."""
+    trainings = read_recipe(path, {})
+    if not trainings:
+        raise ConfigError(f"{path}: this recipe starts no training.")
+    return config_of(trainings[0], ranks)
 
 
 # ------------------------------------------------------------------------------------------------- flags

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ...config import RunConfig
 from ...config.training_schedule import make_batch_size
+from ...features import features, used
 from ...mpu.launch_facts import Launch
 from ...mpu.managed_parameter import spec_of
 from ...planning.fake_stages import FakeStage
@@ -47,9 +48,19 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
     gc.freeze()  # a schedule has many small objects, and each collection would visit those of the imports, too
     config, unchecked = with_vocabulary(as_given)
     memory = device_memory(config, config.plan.dry_run)
-    plan = plan_world(config, config.plan.rank, config.plan.dry_run)
+    additions = [
+        feature.planned(config)
+        for feature in features()
+        if feature.planned is not None and used(feature, config)
+    ]
+    recorders = [addition.recorder for addition in additions]
+    plan = plan_world(
+        config, config.plan.rank, config.plan.dry_run, next(iter(recorders), None)
+    )
     not_checked = [*unchecked, *_unchecked(config, memory)]
     logger.info("%s", plan_text(plan, not_checked, memory))
+    for addition in additions:
+        logger.info("%s", "\n".join(["", *addition.lines(plan)]))
     # Remedies take as long as a plan each, so they are sought only if the plan does not fit.
     if memory is None or fits(plan, memory):
         return 0

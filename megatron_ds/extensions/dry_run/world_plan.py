@@ -16,7 +16,7 @@ from ...mpu.managed_parameter import spec_of
 from ...mpu.param_spec import ParamSpec
 from ...pipeline.instruction import COMPUTE, Schedule, StageCosts
 from ...pipeline.simulate import Simulation, simulate
-from ...planning.fake_stages import FakeStage, fake_stages
+from ...planning.fake_stages import FakeStage, MakeRecorder, fake_stages
 from ...planning.rank_plan import RankPlan, data_groups, plan_rank
 from ...planning.run_model import describe_layers, last_step
 from ...planning.run_plan import RunPlan, microbatches_of, plan_run, plan_schedule
@@ -130,8 +130,15 @@ class WorldPlan:
         return sum(recomputed_flops(self.config, stage.layers) for stage in self.stages)
 
 
-def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
+def plan_world(
+    config: RunConfig,
+    rank: int = 0,
+    device: str = "cuda",
+    recorder: MakeRecorder | None = None,
+) -> WorldPlan:
     """Return the plan of all ranks. config: must have the size of the vocabulary.
+
+    recorder: of the work of each stage, which `StageRun.work` then has
 
     Raises what a launch raises: the cut and the schedule are checked here, the layers when they run on the
     meta device; `config.parse` has checked the rules of the configuration.
@@ -155,7 +162,7 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
     keep_gathered = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
     costs = run.stage_costs()
     schedule = plan_schedule(config, microbatches, keep_gathered, costs)
-    stages = fake_stages(config, mesh, run, schedule, device)
+    stages = fake_stages(config, mesh, run, schedule, device, recorder)
     return WorldPlan(
         config, grid, rank, device, run, costs, microbatches, schedule, tuple(stages)
     )

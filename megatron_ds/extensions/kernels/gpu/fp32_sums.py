@@ -81,4 +81,5 @@ product.add_product_.kernel(
     dtypes=(torch.float32,),
     suits=suits,
     available=reason_against,
+    is_opaque=False,  # torch multiplies
 )(add_product_)

@@ -1,0 +1,140 @@
+"""The fastest layouts of a model on a number of devices.
+
+records    of the layers, for each way to divide and compute them (layer_record.py); kept on disk
+estimates  of all layouts; those that need more than the memory are left out (estimate.py)
+plans      of the layouts with the best estimates, whole, with their seconds (step_time.py): these are shown
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import gcd
+
+from ...config import RunConfig
+from ...errors import MegatronDSError
+from ..dry_run.world_plan import plan_world
+from .cluster import Cluster
+from .estimate import Estimate, estimate, seconds_of_sorts
+from .layer_record import LayerRecord, RecordCache, key_of, record_layers
+from .layouts import SOURCE, Layout, is_accepted, layouts, with_layout
+from .recorded_work import WorkRecorder
+from .step_time import StepTime, step_time
+
+MARGIN = 1.03  # of the memory, up to which an estimate is worth a plan
+FURTHER = 3  # plans beyond those that are shown, as estimates are not exact
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A layout and its estimate."""
+
+    layout: Layout
+    config: RunConfig
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that was planned whole. peak: bytes of the rank that needs the most"""
+
+    layout: Layout
+    seconds: float
+    peak: float
+    fits: bool
+    mfu: float
+
+
+Progress = Callable[[str, Iterable, int], Iterable]
+"""(what is done, items, their number) → the items, shown as they are taken"""
+
+
+def silent(what: str, items: Iterable, total: int) -> Iterable:
+    """Show nothing."""
+    return items
+
+
+@dataclass
+class Search:
+    """A search for a model and its settings. device: planned, "cpu" or "cuda"."""
+
+    config: RunConfig
+    ranks: int
+    cluster: Cluster
+    device: str = "cuda"
+    cache: RecordCache | None = None
+    progress: Progress = silent
+
+    def tried(self) -> list[Tried]:
+        """Return all layouts with their estimates, the fastest first. The rules of the configuration may refuse some."""
+        wanted = list(
+            layouts(self.config, self.ranks, int(self.cluster.devices_per_host))
+        )
+        by_record: dict[tuple, list[Layout]] = {}
+        for layout in wanted:
+            by_record.setdefault(layout.record, []).append(layout)
+        found: list[Tried] = []
+        groups = self.progress("layers", by_record.values(), len(by_record))
+        for group in groups:
+            found += self._tried_of(group)
+        return sorted(found, key=lambda tried: tried.estimate.seconds)
+
+    def _tried_of(self, group: Sequence[Layout]) -> list[Tried]:
+        """Return the estimates of layouts whose layers have the same records."""
+        records = self._records(group[0])
+        if records is None:
+            return []
+        first = with_layout(self.config, group[0], self.ranks)
+        seconds = seconds_of_sorts(records, self.cluster, first)
+        found = []
+        for layout in group:
+            config = with_layout(self.config, layout, self.ranks)
+            try:
+                estimated = estimate(config, records, seconds, self.cluster)
+            except MegatronDSError:  # a cut that has no layers for some stage
+                continue
+            found.append(Tried(layout, config, estimated))
+        return found
+
+    def _records(self, layout: Layout) -> dict[str, LayerRecord] | None:
+        """Return the records of a layout, from the cache if it has them; None if its layers are refused."""
+        data = layout.ep // gcd(layout.ep, layout.cp)
+        alone = replace(layout, pp=1, chunks=1, zero=0)
+        batch = {"train.global_batch_size": data * layout.micro_batch}
+        config = with_layout(
+            self.config.with_values(batch, SOURCE),
+            alone,
+            layout.tp * layout.cp * data,
+        )
+        key = key_of(config, self.device)
+        records = self.cache.find(key) if self.cache else None
+        if records is None:
+            if not is_accepted(config):
+                return None
+            records = record_layers(config, self.device)
+            if self.cache:
+                self.cache.keep(key, records)
+        return records
+
+    def best(self, tried: Sequence[Tried], top: int) -> list[Found]:
+        """Plan the layouts with the best estimates whole; the fastest that fit first, at most `top`."""
+        memory = self.cluster.device.memory
+        small = [one for one in tried if one.estimate.peak <= MARGIN * memory]
+        accepted = (one for one in small if is_accepted(one.config))
+        candidates = list(islice(accepted, top + FURTHER))
+        planned = []
+        for one in self.progress("plans", candidates, len(candidates)):
+            planned.append(self._planned(one))
+        fitting = [found for found in planned if found.fits]
+        return sorted(fitting, key=lambda found: found.seconds)[:top]
+
+    def _planned(self, one: Tried) -> Found:
+        plan = plan_world(one.config, 0, self.device, WorkRecorder)
+        time: StepTime = step_time(plan, self.cluster)
+        peak = plan.worst.peak
+        return Found(
+            one.layout,
+            time.seconds,
+            peak,
+            peak <= self.cluster.device.memory,
+            time.mfu,
+        )
