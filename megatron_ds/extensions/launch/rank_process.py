@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import ConfigError
-from ...host.places import (
-    PLACES_FILE,
-    is_record_written,
-    read_places,
-    request_record,
-)
+from ...host.place_file import is_record_written, read_places, request_record
+from ...host.places import PLACES_FILE
 from .child import Child
 from .failures import Failure
 from .job import Job, Rank
