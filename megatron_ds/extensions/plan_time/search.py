@@ -65,7 +65,7 @@ class Search:
     progress: Progress = silent
 
     def tried(self) -> list[Tried]:
-        """Return all layouts with their estimates, the fastest first. The rules of the configuration may refuse some."""
+        """Return all layouts with their estimates, the fastest first. The rules may refuse some of them."""
         wanted = list(
             layouts(self.config, self.ranks, int(self.cluster.devices_per_host))
         )
