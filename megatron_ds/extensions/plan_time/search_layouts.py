@@ -1,11 +1,11 @@
 """The fastest layouts of a training on a number of devices, by planned seconds.
 
-    megatron-ds search --gpus 384 --cluster a100-80g train.sh
+    megatron-ds search train.sh --gpus 384 --cluster a100-80g
     megatron-ds search --gpus 8 --cluster h100 --top 5 --picture layouts.png --num-layers 32 --hidden-size 4096 \\
         --num-attention-heads 32 --seq-length 4096 --global-batch-size 512 --vocab-size 32000 --bf16 --lr 1e-4 \\
         --train-iters 1000 --mock-data
 
-The training is a recipe (a shell script, a YAML or a JSON, as for `megatron-ds check`), or the flags of
+The training is a recipe, the first word (a shell script, a YAML or a JSON, as for `megatron-ds check`), or the flags of
 pretrain_gpt.py. Of these the search changes the sizes of tensor, pipeline, context and expert parallelism, sequence
 parallelism, the stages of a pipeline rank, --micro-batch-size, recomputation and the stage of ZeRO. Layouts whose
 planned peak exceeds the memory of a device are left out. Records of layers are kept in the folder megatron_ds of the
@@ -36,9 +36,12 @@ RECIPES: Provided = Provided("recipe configuration")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the layouts; returns 1 if none fits."""
-    args, flags = _parser().parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # A recipe comes first: further words may be values of flags of the training.
+    recipe = words.pop(0) if words and not words[0].startswith("-") else None
+    args, flags = _parser().parse_known_args(words)
     cluster = read_cluster(args.cluster)
-    config = _config(args.recipe, flags, args.gpus)
+    config = _config(recipe, flags, args.gpus)
     search = Search(
         config,
         args.gpus,
@@ -57,9 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Arguments:
     parser = Arguments(description=__doc__)
-    parser.add_argument(
-        "recipe", nargs="?", help="a recipe; or give the flags of a run"
-    )
     parser.add_argument("--gpus", type=int, required=True, help="number of devices")
     parser.add_argument(
         "--cluster",

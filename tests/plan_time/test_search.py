@@ -1,0 +1,100 @@
+"""The search finds what plans of all layouts find, and reads its records again."""
+
+import pytest
+
+from megatron_ds.config import parse
+from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.dry_run.world_plan import plan_world
+from megatron_ds.extensions.plan_time import search as searching
+from megatron_ds.extensions.plan_time.cluster import read_cluster
+from megatron_ds.extensions.plan_time.layer_record import RecordCache
+from megatron_ds.extensions.plan_time.layouts import is_accepted, with_layout
+from megatron_ds.extensions.plan_time.recorded_work import WorkRecorder
+from megatron_ds.extensions.plan_time.search import Search
+from megatron_ds.extensions.plan_time.search_layouts import main
+from megatron_ds.extensions.plan_time.step_time import step_time
+
+pytestmark = pytest.mark.plan
+
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --global-batch-size 4 "
+    "--vocab-size 512 --attention-dropout 0 --bf16 --mock-data --lr 1e-4 --train-iters 10"
+)
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory):
+    config = parse(f"{MODEL} --micro-batch-size 1 --dry-run".split(), world_size=RANKS)
+    cache = RecordCache(tmp_path_factory.mktemp("records"))
+    return Search(config, RANKS, read_cluster("a100-80g"), cache=cache)
+
+
+@pytest.fixture(scope="module")
+def tried(search):
+    return search.tried()
+
+
+def test_estimates_are_near_the_plans_of_the_same_layouts(search, tried):
+    accepted = [one for one in tried if is_accepted(one.config)]
+    assert len(accepted) > 20
+    for one in accepted[:: len(accepted) // 6]:
+        plan = plan_world(one.config, 0, "cuda", WorkRecorder)
+        seconds = step_time(plan, search.cluster).seconds
+        assert one.estimate.seconds == pytest.approx(seconds, rel=0.25), one.layout
+
+
+def test_the_first_is_the_fastest_of_the_plans_shown(search, tried):
+    found = search.best(tried, 4)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert all(one.fits for one in found)
+    plan = plan_world(
+        with_layout(search.config, found[0].layout, RANKS), 0, "cuda", WorkRecorder
+    )
+    assert step_time(plan, search.cluster).seconds == found[0].seconds
+
+
+def test_a_second_search_records_no_layer(search, tried, monkeypatch):
+    def refused(*_):
+        raise AssertionError("the records are in the cache")
+
+    monkeypatch.setattr(searching, "record_layers", refused)
+    again = search.tried()
+    assert [(one.layout, one.estimate) for one in again] == [
+        (one.layout, one.estimate) for one in tried
+    ]
+
+
+def test_the_command_prints_flags_that_train_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    picture = tmp_path / "layouts.png"
+    code = main(
+        [
+            *f"--gpus {RANKS} --cluster h100 --top 2 --picture {picture}".split(),
+            *MODEL.split(),
+        ]
+    )
+    text = capsys.readouterr().out
+    assert code == 0 and "NVIDIA H100" in text
+    flags = text.splitlines()[-1].split()
+    assert "--micro-batch-size" in flags
+    parse([*MODEL.split(), *flags], world_size=RANKS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_recipe_is_searched_as_its_flags_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = tmp_path / "train.sh"
+    recipe.write_text(
+        f"torchrun --nproc_per_node 2 pretrain_gpt.py {MODEL} --micro-batch-size 1\n"
+    )
+    asked = f"--gpus {RANKS} --cluster h100 --top 2".split()
+    main([str(recipe), *asked])
+    of_recipe = capsys.readouterr().out
+    main([*asked, *MODEL.split()])
+    assert capsys.readouterr().out == of_recipe
+
+
+def test_a_recipe_beside_flags_is_refused():
+    with pytest.raises(ConfigError, match="give one of them"):
+        main(["train.sh", "--gpus", "2", "--cluster", "h100", "--num-layers", "4"])

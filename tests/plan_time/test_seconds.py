@@ -1,0 +1,209 @@
+"""Seconds of products, messages, phases and steps: closed forms, a published table, and files that are refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_ds.config import parse
+from megatron_ds.errors import ConfigError
+from megatron_ds.extensions.dry_run.world_plan import plan_world
+from megatron_ds.extensions.plan_time.cluster import Cluster, read_cluster
+from megatron_ds.extensions.plan_time.device import Constants, Device, device_of
+from megatron_ds.extensions.plan_time.link_time import Links
+from megatron_ds.extensions.plan_time.recorded_work import (
+    Awaited,
+    Begun,
+    Computed,
+    WorkRecorder,
+)
+from megatron_ds.extensions.plan_time.stage_time import phase_time
+from megatron_ds.extensions.plan_time.step_time import StepTime, step_time
+from megatron_ds.extensions.plan_time.work_time import seconds_of
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.ops.work import Product, Work
+from tests.harness.limits import HUNG
+
+pytestmark = pytest.mark.plan
+
+# A device on which one FLOP and one byte take a second, and a launch nothing.
+UNIT = Device("unit", 1e9, {"float32": 1.0}, 1.0, 0, Constants(1.0, 1.0, 1.0, 0.0))
+CLUSTER = Cluster(UNIT, 4, inside=10.0, outside=1.0, latency=0.0, link=1.0)
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 "
+    "--global-batch-size 8 --vocab-size 1000 --attention-dropout 0 --mock-data --lr 1e-4 --train-iters 10"
+)
+
+
+def timed(flags: str, world: int, cluster: Cluster = CLUSTER) -> StepTime:
+    """Return the time of a step of a small model."""
+    config = parse(f"{SMALL} {flags}".split(), world_size=world)
+    return step_time(plan_world(config, 0, "cuda", WorkRecorder), cluster)
+
+
+# ---- Work.
+
+
+def test_a_product_takes_its_flops_where_it_is_not_cut_into_tiles():
+    assert seconds_of(Work((Product(3, 4, 5, 6),)), UNIT) == 2 * 3 * 4 * 5 * 6
+
+
+def test_the_last_round_of_tiles_keeps_all_processors_busy():
+    tiled = replace(UNIT, processors=100)
+    one = 2.0 * 256 * 128 * 64
+    whole = seconds_of(Work((Product(1, 2560, 1280, 64),)), tiled)
+    assert whole == 100 * one
+    # One row more begins a second round: with smaller tiles less is idle.
+    more = seconds_of(Work((Product(1, 2561, 1280, 64),)), tiled)
+    assert 1.3 * whole < more <= 2 * whole
+
+
+def test_work_is_not_faster_than_its_bytes():
+    assert seconds_of(Work((Product(1, 1, 1, 1),), nbytes=50), UNIT) == 50
+    slow = replace(UNIT, constants=Constants(1.0, 1.0, 0.5, 7.0))
+    assert seconds_of(Work(nbytes=50), slow) == 107
+
+
+# ---- Links.
+
+
+@pytest.mark.parametrize(
+    "axes, size, speed",
+    [("tp", 2, 10.0), ("tp", 4, 10.0), ("dp", 4, 2.0), ("dp-cp", 4, 2.0)],
+)
+def test_rings_have_the_links_of_the_hosts_that_they_visit(axes, size, speed):
+    grid = Grid(tp=size, dp=4) if axes == "tp" else Grid(tp=2, dp=4)
+    seconds = Links(CLUSTER, grid).seconds("all_reduce", axes, size, 100.0)
+    assert seconds == pytest.approx(100.0 * 2 * (size - 1) / size / speed)
+
+
+# ---- Phases.
+
+
+def test_a_message_overlaps_with_what_is_computed_before_the_wait():
+    links = Links(CLUSTER, Grid(tp=2))
+    computed = lambda flops: Computed("p", "torch", Work(scores=flops))
+    message = Begun("all_gather", "tp", 2, 100, 0)  # five seconds
+    at_once = phase_time([message, Awaited(0), computed(8.0)], UNIT, links)
+    assert at_once.seconds == 13.0 and at_once.waits == {"tp": 5.0}
+    later = phase_time([message, computed(3.0), Awaited(0), computed(5.0)], UNIT, links)
+    assert later.seconds == 10.0 and later.waits == {"tp": 2.0}
+    hidden = phase_time([message, computed(8.0), Awaited(0)], UNIT, links)
+    assert hidden.seconds == 8.0 and hidden.waits == {}
+
+
+# ---- Steps.
+
+
+def test_a_step_of_one_rank_is_its_micro_batches_and_the_update():
+    time = timed("", 1)
+    [phases] = time.phases
+    assert time.pipeline == pytest.approx(8 * sum(p.seconds for p in phases.values()))
+    state = time.plan.worst.state
+    assert (
+        time.update
+        == 2 * (state.masters + state.optimizer + state.gradients) + state.parameters
+    )
+    assert time.reduction == time.gather == 0
+    assert sum(time.shares.values()) == pytest.approx(1)
+
+
+def test_a_pipeline_of_equal_stages_has_the_bubble_of_1f1b():
+    fast = replace(CLUSTER, inside=1e30, outside=1e30)
+    layout = "--pipeline-model-parallel-size 4 --pipeline-layout E,t|t|t|t,N,L --untie-embeddings-and-output-weights"
+    try:
+        time = timed(layout, 4, fast)
+    except ConfigError:
+        time = timed("--pipeline-model-parallel-size 4", 4, fast)
+    of_stage = [sum(p.seconds for p in phases.values()) for phases in time.phases]
+    # The slowest stage is the last one, with the head: the others only fill the pipeline.
+    slowest = max(of_stage)
+    assert time.pipeline == pytest.approx(7 * slowest + sum(of_stage), rel=0.02)
+
+
+def test_data_parallel_gradients_are_exposed_without_overlap():
+    hidden = timed("", 4)
+    exposed = timed("--no-overlap-grad-reduce", 4)
+    nbytes = sum(
+        count
+        for (operation, axes, _), count in exposed.plan.worst.traffic.bytes.items()
+        if axes == "dp-cp" and operation == "all_reduce"
+    )
+    assert exposed.reduction == pytest.approx(nbytes * 2 * 3 / 4 / 10.0)
+    assert hidden.reduction < exposed.reduction
+
+
+def test_stage_3_waits_for_gathers_on_slow_links():
+    slow = replace(CLUSTER, inside=1e-3)
+    assert timed("--zero-stage 3", 4, slow).pipeline > 10 * timed("", 4, slow).pipeline
+
+
+# ---- The command, and its files.
+
+
+def test_the_plan_prints_seconds_and_writes_them(tmp_path, capfd):
+    from megatron_ds.training.pretrain import pretrain
+
+    file = tmp_path / "plan.json"
+    flags = f"{SMALL} --dry-run --world-size 2 --plan-time --cluster a100-80g --plan-json {file}"
+    assert pretrain(flags.split()) == 0
+    text = "".join(capfd.readouterr())
+    values = json.loads(file.read_text())
+    assert "time of a step on 2 x NVIDIA A100 SXM4 80GB" in text
+    assert f"{values['seconds']:.3f} s" in text
+    assert values["fits"] and "fits 80 GB" in text
+
+
+@pytest.mark.parametrize(
+    "values, named",
+    [
+        ({"name": "x", "memory": 1, "peak": {"float16": 1}, "bandwidth": 1}, "float32"),
+        ({"name": "x", "memory": -1, "peak": {"float32": 1}, "bandwidth": 1}, "memory"),
+        ({"name": "x", "peak": {"float32": 1}, "bandwidth": 1}, "memory"),
+        ({"name": "x", "color": 1, "peak": {"float32": 1}}, "color"),
+        ({"name": "x", "constants": [1]}, "constants"),
+    ],
+)
+def test_files_of_devices_are_checked(values, named):
+    with pytest.raises(ConfigError, match=named):
+        device_of(values, "x.yaml")
+
+
+def test_all_clusters_of_the_package_can_be_read():
+    from megatron_ds.extensions.plan_time.cluster import FOLDER
+
+    names = [path.stem for path in FOLDER.glob("*.yaml")]
+    assert len(names) >= 7
+    for name in names:
+        assert read_cluster(name).device.peak_of(torch.float32) > 0
+
+
+def test_an_unknown_cluster_is_named_with_those_of_the_package():
+    with pytest.raises(ConfigError, match="a100-80g.*h100"):
+        read_cluster("a1000")
+
+
+# Narayanan et al. 2021 (arXiv:2104.04473), Table 1: layers, hidden size, heads, tp, GPUs, batch, micro-batch, TFLOP/s.
+PUBLISHED = {
+    "1.7B": (24, 2304, 24, 1, 32, 512, 16, 137),
+    "3.6B": (30, 3072, 32, 2, 64, 512, 16, 138),
+    "7.5B": (36, 4096, 32, 4, 128, 512, 16, 142),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(HUNG)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_speeds_are_planned_within_four_percent(name):
+    layers, hidden, heads, tp, gpus, batch, micro_batch, published = PUBLISHED[name]
+    flags = (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 2048 "
+        f"--micro-batch-size {micro_batch} --global-batch-size {batch} --tensor-model-parallel-size {tp} "
+        "--vocab-size 51200 --fp16 --recompute-granularity full --no-overlap-grad-reduce "
+        "--communication-data-type fp16 --mock-data --lr 1e-4 --train-iters 1"
+    )
+    config = parse(flags.split(), world_size=gpus)
+    plan = plan_world(config, 0, "cuda", WorkRecorder)
+    time = step_time(plan, read_cluster("a100-80g"))
+    assert time.hardware_flops_per_device / 1e12 == pytest.approx(published, rel=0.04)
