@@ -206,4 +206,7 @@ def test_published_speeds_are_planned_within_four_percent(name):
     config = parse(flags.split(), world_size=gpus)
     plan = plan_world(config, 0, "cuda", WorkRecorder)
     time = step_time(plan, read_cluster("a100-80g"))
-    assert time.hardware_flops_per_device / 1e12 == pytest.approx(published, rel=0.04)
+    # The table counts the whole square of attention, and the recomputed forward.
+    further = 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
+    flops = 96 * batch * 2048 * layers * hidden**2 * further
+    assert flops / time.seconds / gpus / 1e12 == pytest.approx(published, rel=0.04)
