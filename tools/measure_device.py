@@ -87,7 +87,7 @@ def measured(device: torch.device, inside: float, outside: float) -> str:
         dtype: peak_flops(device, dtype) or speed for dtype, speed in speeds.items()
     }
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    name = "cpu, {} threads".format(torch.get_num_threads())
+    name = f"cpu, {torch.get_num_threads()} threads"
     memory = 16e9
     processors = 0
     if device.type == "cuda":

@@ -109,21 +109,18 @@ def test_a_step_of_one_rank_is_its_micro_batches_and_the_update():
     assert sum(time.shares.values()) == pytest.approx(1)
 
 
-def test_a_pipeline_of_equal_stages_has_the_bubble_of_1f1b():
+def test_a_pipeline_waits_for_its_slowest_rank_and_is_filled_once():
     fast = replace(CLUSTER, inside=1e30, outside=1e30)
-    layout = "--pipeline-model-parallel-size 4 --pipeline-layout E,t|t|t|t,N,L --untie-embeddings-and-output-weights"
-    try:
-        time = timed(layout, 4, fast)
-    except ConfigError:
-        time = timed("--pipeline-model-parallel-size 4", 4, fast)
+    time = timed("--pipeline-model-parallel-size 4", 4, fast)
     of_stage = [sum(p.seconds for p in phases.values()) for phases in time.phases]
-    # The slowest stage is the last one, with the head: the others only fill the pipeline.
     slowest = max(of_stage)
-    assert time.pipeline == pytest.approx(7 * slowest + sum(of_stage), rel=0.02)
+    assert 8 * slowest < time.pipeline <= 7 * slowest + sum(of_stage)
+    idle = 1 - 8 * sum(of_stage) / 4 / time.pipeline
+    assert time.shares["bubble"] == pytest.approx(idle * time.pipeline / time.seconds)
 
 
 def test_data_parallel_gradients_are_exposed_without_overlap():
-    hidden = timed("", 4)
+    hidden = timed("--reduce-bucket-size 20000", 4)
     exposed = timed("--no-overlap-grad-reduce", 4)
     nbytes = sum(
         count
@@ -131,7 +128,7 @@ def test_data_parallel_gradients_are_exposed_without_overlap():
         if axes == "dp-cp" and operation == "all_reduce"
     )
     assert exposed.reduction == pytest.approx(nbytes * 2 * 3 / 4 / 10.0)
-    assert hidden.reduction < exposed.reduction
+    assert hidden.reduction < exposed.reduction / 5
 
 
 def test_stage_3_waits_for_gathers_on_slow_links():
