@@ -60,11 +60,14 @@ class Source:
             raise DataError(
                 f"a page links to {path}, which is not in this checkout. Correct the link."
             )
-        there = path if path.suffix in (".md", *AS_THEY_ARE) else shown_at(path)
         if path not in self.staged:
             self.staged.add(path)
             self._copy(path)
-        return INDEX if there == FIRST else there
+        if path == FIRST:
+            return INDEX
+        if path.suffix in (".md", *AS_THEY_ARE):
+            return path
+        return shown_at(path)
 
     def _copy(self, path: PurePosixPath) -> None:
         if path.suffix == ".md":
@@ -84,8 +87,8 @@ class Source:
             linked = (ROOT / page.parent / link[2]).resolve()
             if not linked.exists():
                 return link[0]
-            there = self.add(PurePosixPath(linked.relative_to(ROOT).as_posix()))
-            return f"{link[1]}{relative(there, page)}{link[3]}"
+            there = relative(self.add(in_checkout(linked)), page)
+            return f"{link[1]}{there}{link[3]}"
 
         return LINK.sub(fitting, text)
 
@@ -93,6 +96,11 @@ class Source:
         target = self.folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
+
+
+def in_checkout(path: Path) -> PurePosixPath:
+    """Return a path relative to the checkout."""
+    return PurePosixPath(path.relative_to(ROOT).as_posix())
 
 
 def relative(path: PurePosixPath, page: PurePosixPath) -> str:
@@ -151,9 +159,9 @@ def stage(folder: Path) -> None:
     source = Source(folder)
 
     # The pages of the checkout: those of the menu, and others by links.
-    pages = [FIRST, *(Path(ROOT).glob("docs/**/*.md"))]
-    for page in pages:
-        source.add(PurePosixPath(Path(ROOT, page).relative_to(ROOT).as_posix()))
+    source.add(FIRST)
+    for page in sorted(ROOT.glob("docs/**/*.md")):
+        source.add(in_checkout(page))
     first = (folder / INDEX).read_text(encoding="utf-8")
     source.write(INDEX, f"{first}\n{menu(site['menu'])}")
 

@@ -19,6 +19,8 @@ from megatron_ds.cli import Arguments, main_guard  # noqa: E402
 
 # Attributes whose address a browser loads by itself. A reader follows those of <a>.
 LOADED = {"src", "srcset", "poster", "data"}
+# Relations of <link> whose address it does not load.
+FOLLOWED = {"index", "search", "next", "prev"}
 IN_STYLES = re.compile(r"""url\(\s*["']?([^"')]+)|@import\s+["']([^"']+)""")
 
 
@@ -33,12 +35,16 @@ class Page(HTMLParser):
     def __post_init__(self):
         super().__init__()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self,
+        tag: str,
+        attrs: list[tuple[str, str | None]],
+    ) -> None:
         """Keep the addresses and names of a tag."""
         for name, value in attrs:
             if value is None:
                 continue
-            if name == "id" or (tag == "a" and name == "name"):
+            if name == "id":
                 self.anchors.add(value)
             elif name == "href":
                 self.place(tag, dict(attrs)).append(value)
@@ -47,9 +53,9 @@ class Page(HTMLParser):
 
     def place(self, tag: str, attributes: dict[str, str | None]) -> list[str]:
         """Return the list that the `href` of a tag belongs to."""
-        relation = attributes.get("rel") or ""
-        is_followed = tag == "a" or relation in ("index", "search", "next", "prev")
-        return self.links if is_followed else self.loads
+        if tag == "a" or attributes.get("rel") in FOLLOWED:
+            return self.links
+        return self.loads
 
 
 def read(path: Path) -> Page:
@@ -67,37 +73,60 @@ def is_elsewhere(address: str) -> bool:
 
 def problems(site: Path) -> Iterator[str]:
     """Yield a line for each link without its file or its anchor, and for each address that is loaded from elsewhere."""
-    pages = {path.resolve(): read(path) for path in sorted(site.rglob("*.html"))}
-    for path, page in pages.items():
-        name = path.relative_to(site.resolve())
-        for address in page.loads:
-            if is_elsewhere(address):
-                yield f"{name}: loads {address} from a network"
-        local = [*page.links, *page.loads]
-        for address in filter(lambda each: not urlsplit(each).scheme, local):
-            if not is_elsewhere(address) and not leads_somewhere(path, address, pages):
-                yield f"{name}: {address} leads nowhere"
+    site = site.resolve()
+    pages = {path: read(path) for path in sorted(site.rglob("*.html"))}
+    for path in pages:
+        for problem in problems_of_page(path, pages):
+            yield f"{path.relative_to(site)}: {problem}"
     yield from problems_of_styles(site)
+
+
+def problems_of_page(path: Path, pages: dict[Path, Page]) -> Iterator[str]:
+    """Yield what is wrong with the addresses of a page."""
+    page = pages[path]
+
+    # A browser needs no network.
+    for address in filter(is_elsewhere, page.loads):
+        yield f"loads {address} from a network"
+
+    # Links within the site. Others, such as mailto:, are not followed.
+    for address in [*page.links, *page.loads]:
+        if urlsplit(address).scheme or is_elsewhere(address):
+            continue
+        if not leads_somewhere(path, address, pages):
+            yield f"{address} leads nowhere"
 
 
 def leads_somewhere(path: Path, address: str, pages: dict[Path, Page]) -> bool:
     """Whether the file of a link exists, and its page has the anchor."""
     parts = urlsplit(address)
+    name = unquote(parts.path)
+    anchor = unquote(parts.fragment)
+
+    # An address without a path is of the same page.
     target = path
-    if parts.path:
-        target = (path.parent / unquote(parts.path)).resolve()
-    if not parts.fragment:
+    if name:
+        target = (path.parent / name).resolve()
+    if not anchor:
         return target.is_file()
-    return target in pages and unquote(parts.fragment) in pages[target].anchors
+    if target not in pages:
+        return False
+    return anchor in pages[target].anchors
+
+
+# Style sheets have no anchors.
+NO_PAGES: dict[Path, Page] = {}
 
 
 def problems_of_styles(site: Path) -> Iterator[str]:
     """Yield a line for each address in a style sheet that is missing or elsewhere."""
     for path in sorted(site.rglob("*.css")):
-        for found in IN_STYLES.findall(path.read_text(encoding="utf-8")):
-            address = found[0] or found[1]
-            is_inside = address.startswith(("data:", "#"))
-            if not is_inside and not leads_somewhere(path, address, {}):
+        text = path.read_text(encoding="utf-8")
+        for in_url, imported in IN_STYLES.findall(text):
+            address = in_url or imported
+            if address.startswith(("data:", "#")):
+                continue
+            if not leads_somewhere(path, address, NO_PAGES):
                 yield f"{path.relative_to(site)}: {address} leads nowhere"
 
 
