@@ -1,5 +1,5 @@
 // Rows of BERT samples: runs of whole sentences of a document that reach a target length. The rule is told, with a drawing, in
-// megatron_ds/extensions/bert/bert_maps.py.
+// megatron_ds/extensions/bert/maps.py.
 //
 // Targets come from one stream of random numbers, and how many are drawn depends on the rows before, so documents are taken one
 // after the other. Each is first summed up as a whole, which also finds its longest sentence: where the rest of a document is

@@ -1,4 +1,4 @@
-// Index maps of datasets: what data/loading/index_maps.py, data/loading/blend.py and extensions/bert/bert_maps.py of
+// Index maps of datasets: what data/loading/index_maps.py, data/loading/blend.py and extensions/bert/maps.py of
 // megatron_ds build with numpy, faster, with equal values.
 //
 //   sample_index.h     where the samples of a GPT dataset begin       threads; each document's length is read once

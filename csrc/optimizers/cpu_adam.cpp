@@ -9,7 +9,7 @@
 //   p = p * (1 - lr * weight_decay) - m / (sqrt(v) / sqrt(1 - beta2^t) + eps) * lr / (1 - beta1^t)
 //
 // Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2) and Adagrad (Duchi et al. 2011, with weight decay in the gradient;
-// megatron_ds/ops/elementwise_updates.py has both in torch). m is their one tensor of state, v is not touched:
+// megatron_ds/extensions/optimizers/elementwise_updates.py has both in torch). m is their one tensor of state, v is not touched:
 //
 //   p = p * (1 - lr * weight_decay) - lr * sign(m + (g - m) * (1 - beta1));   m = m + (g - m) * (1 - beta2)
 //   g = g + p * weight_decay;   m = m + g * g;   p = p - g / (sqrt(m) + eps) * lr

@@ -1,7 +1,7 @@
 """The file in which a rank writes where it is: `PlaceWriter` and `read_places`.
 
-Each instruction of the pipeline and each collective is an
-entry of a ring in it, so that the newest one is the place of the rank, and the others are what it did before.
+Each instruction of the pipeline and each collective is an entry of a ring in it, so that the newest one is the place
+of the rank, and the others are what it did before.
 
     | 4096 bytes: JSON of the rank                                  | header
     | 4096 bytes: words, a line each; entries have their numbers    |

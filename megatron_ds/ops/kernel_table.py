@@ -337,10 +337,12 @@ def choice_recorded(operation: str, implementation: str) -> None:
 @contextmanager
 def work_watched(watcher: Watcher) -> Iterator[None]:
     """Tells `watcher` the work of the calls within the context that no operation of torch shows."""
-    with watched_by(watcher):
+    try:
+        with watched_by(watcher):
+            CHOICES.change()
+            yield
+    finally:
         CHOICES.change()
-        yield
-    CHOICES.change()
 
 
 @contextmanager

@@ -132,6 +132,3 @@ def _updated(plan: SetPlan, shard: int) -> Sequence:
 
 def _shard(plan: SetPlan, ranks: Mapping[Axes, int]) -> int:
     return shard_of(ranks[plan.reduced_over], plan.layout.shards, plan.inner)
-
-
-# ---------------------------------------------------------------------------------------------------- traffic

@@ -1,1 +1,1 @@
-"""What a run reports: log lines, sinks, profiles and statistics."""
+"""What a run reports: log lines, sinks of records, and facts of the run."""
