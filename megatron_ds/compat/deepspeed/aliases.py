@@ -1,4 +1,4 @@
-"""DeepSpeed's import paths whose modules are files of this package elsewhere.
+"""DeepSpeed's import paths, and earlier ones of this package, whose modules are files of it elsewhere.
 
 import megatron_ds.comm                     is megatron_ds.compat.deepspeed.comm, the same module object
 from megatron_ds.engine import Engine       is megatron_ds.compat.engine's
@@ -20,6 +20,8 @@ ALIASES = {
     "comm": "compat.deepspeed.comm",
     "engine": "compat.engine",
     "moe.layer": "compat.deepspeed.moe_layer",
+    "ops.kernel_check": "extensions.kernels.gpu.kernel_check",
+    "pipeline.picture": "extensions.report.picture",
     "utils": "compat.deepspeed.utils",
     "utils.tensor_fragment": "compat.deepspeed.tensor_fragment",
     "utils.zero_to_fp32": "compat.deepspeed.zero_to_fp32",
