@@ -205,6 +205,44 @@ MODELS = {
         | WINDOWED
         | dict(shared_expert_intermediate_size=24, norm_topk_prob=True),
     ),
+    "glm": ("GlmForCausalLM", GATED | dict(head_dim=12, **SMALL_IDS)),
+    "glm4": (
+        "Glm4ForCausalLM",
+        GATED | dict(head_dim=8, attention_bias=False, **SMALL_IDS),
+    ),
+    "ernie4_5": ("Ernie4_5ForCausalLM", GATED | dict(head_dim=12, use_bias=True)),
+    "seed_oss": (
+        "SeedOssForCausalLM",
+        GATED | dict(head_dim=16, residual_dropout=0.0, attention_dropout=0.0),
+    ),
+    "helium": ("HeliumForCausalLM", GATED | dict(head_dim=8, attention_bias=True)),
+    "arcee": ("ArceeForCausalLM", GATED | SMALL_IDS),
+    "nemotron": ("NemotronForCausalLM", GATED | dict(head_dim=12)),
+    "ministral, a layer with a window": (
+        "MinistralForCausalLM",
+        GATED
+        | dict(
+            head_dim=12,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
+    "stablelm": ("StableLmForCausalLM", GATED | dict(use_qkv_bias=True)),
+    "stablelm, parallel": (
+        "StableLmForCausalLM",
+        GATED | dict(use_parallel_residual=True),
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", GATED),
+    "starcoder2, window": (
+        "Starcoder2ForCausalLM",
+        GATED | dict(sliding_window=WINDOW, use_bias=False),
+    ),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", GPT2),
+    "gpt_bigcode, a key for each query": (
+        "GPTBigCodeForCausalLM",
+        GPT2 | dict(multi_query=False, n_inner=40),
+    ),
+    "biogpt": ("BioGptForCausalLM", SIZES | dict(intermediate_size=64)),
     "megatron-bert": ("MegatronBertForPreTraining", SIZES | dict(intermediate_size=64)),
 }
 

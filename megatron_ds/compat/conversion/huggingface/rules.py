@@ -37,32 +37,48 @@ class Derived:
 class EmbeddingDropout:
     """The setting embd_pdrop. Embeddings have the same dropout as the residuals here, resid_pdrop.
 
-    default of both
+    default of both; residual: the setting of the residuals
     """
 
     default: float
     theirs: str = "embd_pdrop"
+    residual: str = "resid_pdrop"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Return {}: the entry of resid_pdrop sets the option."""
+        """Return {}: the entry of the residuals sets the option."""
         return {}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """Return {embd_pdrop: rate}."""
+        """Return {their setting: rate}."""
         return {self.theirs: model.hidden_dropout}
 
     def note_of(self, settings: Settings) -> str:
         """Return a sentence if the two settings differ; "" if they are equal."""
         own, others = (
             self.default if settings.get(name) is None else settings[name]
-            for name in (self.theirs, "resid_pdrop")
+            for name in (self.theirs, self.residual)
         )
         if own == others:
             return ""
         return (
-            f"embd_pdrop {own} is not followed: --hidden-dropout, which is resid_pdrop {others} unless it is given, "
-            "is applied to the embeddings too"
+            f"{self.theirs} {own} is not followed: --hidden-dropout, which is {self.residual} {others} unless it is "
+            "given, is applied to the embeddings too"
         )
+
+
+@dataclass(frozen=True)
+class MultiQuery:
+    """The setting multi_query of GPT-BigCode: one key and value for all queries, or one for each."""
+
+    theirs: str = "multi_query"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return {num_query_groups: 1}; {} for a key for each query."""
+        return {"num_query_groups": 1} if settings.get(self.theirs, True) else {}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return {multi_query: whether there is one group}."""
+        return {self.theirs: model.query_groups == 1}
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,21 @@ from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
 from .tables import (
+    BIOGPT,
     FALCON,
     GEMMA2,
     GEMMA3,
+    GLM,
+    GLM4,
     GPT_NEOX,
     GPT_OSS,
     GPTJ,
     MPT,
+    NEMOTRON,
     PHI,
     ROTARY,
     ROUTED,
+    STABLELM,
 )
 from .windows import FULL, Window
 
@@ -42,8 +47,14 @@ DEFAULTS = {
     "phi3": {SHARE: 1.0},
     "mixtral": {"rope_theta": 1e6},
     "gpt_oss": {"rope_theta": 150000.0},
+    "glm": {SHARE: 0.5},
+    "glm4": {SHARE: 0.5},
+    "nemotron": {SHARE: 0.5},
+    "stablelm": {SHARE: 0.25},
+    "ernie4_5": {"rope_theta": 500000.0},
+    "helium": {"rope_theta": 100000.0},
 }
-PARTLY = (GPT_NEOX, PHI)
+PARTLY = (GPT_NEOX, PHI, GLM, GLM4, NEMOTRON, STABLELM)
 # Other names of settings, which transformers renames when it reads them, by model_type.
 ALIASES = {
     "bloom": {
@@ -52,6 +63,12 @@ ALIASES = {
         "num_attention_heads": "n_head",
     },
     "gptj": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+    "gpt_bigcode": {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
         "num_attention_heads": "n_head",
@@ -100,6 +117,21 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
     },
+    "glm": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    "helium": {"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8},
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "seed_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_dropout": 0.1,
+    },
+    "arcee": {"rms_norm_eps": 1e-5},
+    "nemotron": {"initializer_range": 0.0134},
+    "stablelm": {"num_key_value_heads": 32},
+    "starcoder2": {"num_key_value_heads": 2, "initializer_range": 0.018042},
+    "biogpt": {"max_position_embeddings": 1024},
+    "ministral": {"num_key_value_heads": 8},
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
@@ -131,6 +163,7 @@ BESIDE_TABLES = (
     ),
     (GPTJ, {"rotary", "scale_attn_weights"}),
     (MPT, {"resid_pdrop"}),
+    (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values
 )
 
 
