@@ -227,6 +227,36 @@ MODELS = {
             layer_types=["sliding_attention", "full_attention"],
         ),
     ),
+    "granite": (
+        "GraniteForCausalLM",
+        GATED
+        | dict(
+            embedding_multiplier=1.5,
+            residual_multiplier=0.22,
+            attention_multiplier=0.3,
+            logits_scaling=0.6,
+        ),
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        GATED | dict(no_rope_layer_interval=2, **SMALL_IDS),
+    ),
+    "smollm3, listed layers": (
+        "SmolLM3ForCausalLM",
+        GATED | dict(no_rope_layers=[0, 1], tie_word_embeddings=False, **SMALL_IDS),
+    ),
+    "cohere": ("CohereForCausalLM", GATED | dict(logit_scale=0.8, **SMALL_IDS)),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        GATED
+        | dict(
+            num_hidden_layers=3,
+            logit_scale=0.8,
+            sliding_window=WINDOW,
+            sliding_window_pattern=3,
+            **SMALL_IDS,
+        ),
+    ),
     "stablelm": ("StableLmForCausalLM", GATED | dict(use_qkv_bias=True)),
     "stablelm, parallel": (
         "StableLmForCausalLM",

@@ -46,6 +46,7 @@ from ..published import published
 from ..run_values import LOWER_CASE, TOKENIZER_CONFIG
 from .families import FAMILIES, REFUSED
 from .keys import ROTARY_KEYS
+from .rules import layer_frequency
 from .windows import skip_frequency
 
 # A module of `special_tokens` and `END_NAMES`.
@@ -269,12 +270,12 @@ def _differences(family: Family, model: ModelConfig) -> list[str]:
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
-    """Return `model_identity`, with one spelling of the layers that have a window."""
-    return model_identity(
-        replace(model, window_attn_skip_freq=skip_frequency(model.windowed))
-        if any(model.windowed)
-        else model
-    )
+    """Return `model_identity`, with one spelling of the layers that have a window, and of those without positions."""
+    if any(model.windowed):
+        model = replace(model, window_attn_skip_freq=skip_frequency(model.windowed))
+    if any(model.unrotated):
+        model = replace(model, no_rope_freq=layer_frequency(model.unrotated))
+    return model_identity(model)
 
 
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:

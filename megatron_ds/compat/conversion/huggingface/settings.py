@@ -21,6 +21,7 @@ from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
 from .tables import (
     BIOGPT,
+    COHERE2,
     FALCON,
     GEMMA2,
     GEMMA3,
@@ -34,6 +35,7 @@ from .tables import (
     PHI,
     ROTARY,
     ROUTED,
+    SMOLLM3,
     STABLELM,
 )
 from .windows import FULL, Window
@@ -53,6 +55,8 @@ DEFAULTS = {
     "stablelm": {SHARE: 0.25},
     "ernie4_5": {"rope_theta": 500000.0},
     "helium": {"rope_theta": 100000.0},
+    "cohere": {"rope_theta": 500000.0},
+    "smollm3": {"rope_theta": 2000000.0},
 }
 PARTLY = (GPT_NEOX, PHI, GLM, GLM4, NEMOTRON, STABLELM)
 # Other names of settings, which transformers renames when it reads them, by model_type.
@@ -131,6 +135,8 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
     "stablelm": {"num_key_value_heads": 32},
     "starcoder2": {"num_key_value_heads": 2, "initializer_range": 0.018042},
     "biogpt": {"max_position_embeddings": 1024},
+    "smollm3": {"num_key_value_heads": 4},
+    "cohere2": {"sliding_window_pattern": 4},
     "ministral": {"num_key_value_heads": 8},
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
@@ -163,6 +169,8 @@ BESIDE_TABLES = (
     ),
     (GPTJ, {"rotary", "scale_attn_weights"}),
     (MPT, {"resid_pdrop"}),
+    (SMOLLM3, {"no_rope_layer_interval"}),
+    (COHERE2, {"sliding_window_pattern"}),
     (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values
 )
 

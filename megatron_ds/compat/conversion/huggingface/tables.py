@@ -6,10 +6,14 @@ from .rules import (
     EmbeddingDropout,
     FalconBlock,
     MptAttention,
+    Multiplier,
     MultiQuery,
     QueryScalar,
     RotaryByWindow,
     RotaryDim,
+    ScoreScale,
+    UnrotatedListed,
+    UnrotatedWithoutWindow,
 )
 from .windows import (
     Window,
@@ -159,6 +163,52 @@ SEED_OSS = (
     Only("attention_out_bias", (False,)),
     Only("mlp_bias", (False,)),
     Key("residual_dropout", "hidden_dropout", 0.1),
+)
+GRANITE = (
+    *LLAMA,
+    *LLAMA_BIAS,
+    ScoreScale(),
+    Multiplier("embedding_multiplier", "embedding_multiplier"),
+    Multiplier("residual_multiplier", "residual_multiplier"),
+    Multiplier("logits_scaling", "logit_multiplier", divides=True),
+)
+SMOLLM3 = (
+    *GROUPED,
+    ROTARY,
+    _tied(True),
+    SWIGLU,
+    *LLAMA_BIAS,
+    Fixed("hidden_dropout", 0.0),
+    UnrotatedListed(),
+    Only("use_sliding_window", (False,)),
+)
+COHERE_BASE = (
+    *_sizes(),
+    ROTARY,
+    _tied(True),
+    SWIGLU,
+    *NO_BIAS,
+    NEIGHBOURS,
+    FFN,
+    GROUPS,
+    Fixed("use_parallel_residual", True),
+    Fixed("shared_block_norm", True),
+    Fixed("use_bias_in_norms", False),
+    Fixed("hidden_dropout", 0.0),
+    Key("layer_norm_eps", "norm_epsilon", 1e-5),
+    Multiplier("logit_scale", "logit_multiplier", 0.0625),
+    ATTENTION_DROPOUT,
+    DEVIATION,
+    Only("attention_bias", (False,)),
+)
+COHERE = (
+    *COHERE_BASE,
+    Only("use_qk_norm", (False,), why="weights of its own for the norm of each head"),
+)
+COHERE2 = (
+    *COHERE_BASE,
+    UnrotatedWithoutWindow(),
+    Window(has_switch=False, layers=layers_by_pattern, hides=False),
 )
 RELU2 = Key("hidden_act", "activation", "relu2", {"relu2": "squared_relu"})
 ARCEE = (*PLAIN, *LLAMA_BIAS, RELU2)
