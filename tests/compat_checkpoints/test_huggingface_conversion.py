@@ -42,7 +42,7 @@ BLOOM_176B = dict(
 # The first two rows of OPT and of BioGPT.
 UNUSED_ROWS = "model.decoder.embed_positions.weight", "biogpt.embed_positions.weight"
 # Families whose usual settings are those of a published model → settings that transformers needs beside them.
-FULL_SIZES: dict[str, dict[str, int]] = {
+FULL_SIZES: dict[str, dict] = {
     "glm": {},
     "glm4": {},
     "ernie4_5": {},
@@ -51,6 +51,13 @@ FULL_SIZES: dict[str, dict[str, int]] = {
     "arcee": {},
     "nemotron": {"num_key_value_heads": 8},
     "ministral": {"head_dim": 128},
+    "glm4_moe": {},
+    "dots1": {
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": True,
+    },
     "granite": {},
     "smollm3": {},
     "cohere": {},
@@ -139,6 +146,8 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         ("arcee", "tp=2"),
         ("nemotron", "tp=2,pp=2"),
         ("ministral, a layer with a window", "pp=2"),
+        ("glm4_moe", "dp=2,ep=2"),
+        ("dots1", "pp=2"),
         ("granite", "tp=2,sp=1"),
         ("smollm3", "dp=2,zero=3"),
         ("smollm3, listed layers", "pp=2"),
@@ -224,7 +233,11 @@ def test_the_usual_settings_of_a_family_describe_as_many_parameters_as_transform
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     model = model_of(FAMILIES[name].options(config.to_dict()), "the test")
     unused = 2 * config.hidden_size if name == "biogpt" else 0
-    count = sum(spec.numel for spec in specs_of(model))
+    count = sum(
+        spec.numel
+        for spec in specs_of(model)
+        if not spec.name.endswith(".expert_bias")  # no parameter of transformers
+    )
     assert count == theirs.num_parameters() - unused > 10**8
 
 
@@ -280,6 +293,21 @@ def test_sharded_bfloat16_with_spellings_of_transformers_4_and_without_prefix(tm
         ours["embedding.word_embeddings.weight"].read(),
         before["transformer.wte.weight"],
     )
+
+
+def test_biases_of_experts_stay_in_fp32_beside_weights_in_bfloat16(tmp_path):
+    """transformers writes them so (`_keep_in_fp32_modules_strict`)."""
+    theirs = saved("glm4_moe", tmp_path / "theirs", torch.bfloat16)
+    before = files_in(theirs)
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    before |= {name: torch.randn(4) for name in biases}
+    save_file(before, theirs / "model.safetensors", {"format": "pt"})
+    _, back = there_and_back(theirs, tmp_path)
+    after = files_in(back)
+    assert before.keys() == after.keys()
+    assert {t.dtype for t in after.values()} == {torch.bfloat16, torch.float32}
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_rope_settings_of_transformers_4_are_those_of_5(tmp_path):

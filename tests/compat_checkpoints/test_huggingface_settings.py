@@ -54,6 +54,8 @@ NAMES = (
     "arcee",
     "nemotron",
     "ministral, a layer with a window",
+    "glm4_moe",
+    "dots1",
     "granite",
     "smollm3",
     "cohere",

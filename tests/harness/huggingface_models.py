@@ -27,6 +27,7 @@ LLAMA3 = dict(
 )
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=V, n_positions=POSITIONS)
 EXPERTS = dict(num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
+BIASED = dict(n_routed_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
 WINDOWED = dict(use_sliding_window=True, sliding_window=WINDOW)
 SMALL_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
@@ -227,6 +228,30 @@ MODELS = {
             layer_types=["sliding_attention", "full_attention"],
         ),
     ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        GATED
+        | BIASED
+        | dict(
+            num_hidden_layers=3,
+            use_qk_norm=True,
+            attention_bias=True,
+            routed_scaling_factor=2.5,
+            n_shared_experts=2,
+        ),
+    ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        GATED
+        | BIASED
+        | dict(
+            first_k_dense_replace=0,
+            n_shared_experts=1,
+            norm_topk_prob=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+        ),
+    ),
     "granite": (
         "GraniteForCausalLM",
         GATED
@@ -298,5 +323,8 @@ def saved(
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer), alpha=0.3)
     model.to(dtype).save_pretrained(folder, **options)
     return folder

@@ -7,6 +7,7 @@ from functools import partial
 
 from ..family import Family, Row
 from .rows import (
+    BIASED_MOE_ROWS,
     BIOGPT_ROWS,
     BLOOM_ROWS,
     FALCON_ROWS,
@@ -35,6 +36,7 @@ from .tables import (
     BLOOM,
     COHERE,
     COHERE2,
+    DOTS1,
     ERNIE,
     FALCON,
     GEMMA,
@@ -42,6 +44,7 @@ from .tables import (
     GEMMA3,
     GLM,
     GLM4,
+    GLM4_MOE,
     GPT2,
     GPT_BIGCODE,
     GPT_NEOX,
@@ -87,6 +90,7 @@ def _family(
 
 EMBED = "model.embed_tokens.weight"
 HEAD = (("lm_head.weight", EMBED),)
+EXPERT_BIAS = ("*.e_score_correction_bias",)
 INVERSE = ("*.rotary_emb.inv_freq",)
 # Where several families can express a model, the first is written.
 FAMILIES = {
@@ -341,6 +345,24 @@ FAMILIES = {
             COHERE2,
             prefix="model.",
             tied=HEAD,
+        ),
+        _family(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            BIASED_MOE_ROWS,
+            GLM4_MOE,
+            prefix="model.",
+            tied=HEAD,
+            precise=EXPERT_BIAS,
+        ),
+        _family(
+            "dots1",
+            "Dots1ForCausalLM",
+            BIASED_MOE_ROWS,
+            DOTS1,
+            prefix="model.",
+            tied=HEAD,
+            precise=EXPERT_BIAS,
         ),
         _family(
             "stablelm",

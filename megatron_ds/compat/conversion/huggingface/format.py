@@ -30,6 +30,7 @@ from ..family import (
     entries_of,
     initial,
     listing,
+    matches,
     missing,
     model_of,
     replaced,
@@ -288,19 +289,14 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     # Without --dtype the weights take the dtype of the source's config.json.
     default = settings.get("dtype") or settings.get("torch_dtype")
     name = wishes.dtype or (default if default in DTYPES else "float32")
-    rounded = (
-        sum(tensor.dtype == torch.float32 for tensor in theirs.values())
-        if name != "float32"
-        else 0
-    )
     entries = [
-        TensorEntry(
-            key,
-            tensor.shape,
-            DTYPES[name] if tensor.dtype.is_floating_point else tensor.dtype,
-        )
+        TensorEntry(key, tensor.shape, _dtype_of(key, tensor, DTYPES[name], family))
         for key, tensor in theirs.items()
     ]
+    rounded = sum(
+        tensor.dtype == torch.float32 != entry.dtype
+        for entry, tensor in zip(entries, theirs.values(), strict=True)
+    )
     # Readers see the folder only when it is complete.
     with published(folder) as hidden:
         write_folder(
@@ -332,6 +328,13 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
             f"left out, because the format has no place for it: {', '.join(others)}"
         )
     return lines
+
+
+def _dtype_of(
+    name: str, tensor: StoredTensor, wanted: torch.dtype, family: Family
+) -> torch.dtype:
+    is_kept = tensor.dtype == torch.float32 and matches(name, family.precise)
+    return tensor.dtype if is_kept or not tensor.dtype.is_floating_point else wanted
 
 
 def _values(

@@ -212,8 +212,30 @@ def _aux_loss(known: set[str], settings: Settings) -> str:
     )
 
 
+def _predicted_tokens(known: set[str], settings: Settings) -> str:
+    names = "num_nextn_predict_layers", "num_mtp_layers"
+    number = next((settings[name] for name in names if settings.get(name)), 0)
+    if not number or "n_routed_experts" not in known:
+        return ""
+    return (
+        f"{names[0]} {number}: layers that predict later tokens are not computed, as in transformers; if the files "
+        "have their tensors, allow them with --allow-unused"
+    )
+
+
+def _expert_bias(known: set[str], settings: Settings) -> str:
+    if "n_routed_experts" not in known:
+        return ""
+    return (
+        "e_score_correction_bias: transformers does not move it in training, and --moe-router-bias-update-rate "
+        "is 0 unless it is given"
+    )
+
+
 RULES: tuple[Callable[[set[str], Settings], str], ...] = (
     _aux_loss,
+    _predicted_tokens,
+    _expert_bias,
     _rope,
     _dropout_of_embeddings,
     _layer_drop,

@@ -108,6 +108,17 @@ QWEN_MOE_ROWS = (
     _layer("mlp.shared_experts.linear_fc2", f"{MLP}.shared_expert.down_proj"),
     Row(f"{LAYER}mlp.shared_experts.gate_weight", f"{MLP}.shared_expert_gate.weight"),
 )
+BIASED_MOE_ROWS = (
+    Row(f"{LAYER}mlp.router.expert_bias", f"{MLP}.gate.e_score_correction_bias"),
+    _layer(
+        "mlp.shared_experts.linear_fc1",
+        f"{MLP}.shared_experts.gate_proj",
+        f"{MLP}.shared_experts.up_proj",
+        packing=GATE_UP,
+    ),
+    _layer("mlp.shared_experts.linear_fc2", f"{MLP}.shared_experts.down_proj"),
+    *QWEN_MOE_ROWS,
+)
 GPT_OSS_ROWS = (
     *_llama_layers(),
     Row(

@@ -1,6 +1,7 @@
 """Settings of each family in `config.json` of Hugging Face, as tables (`settings_table.py`)."""
 
 from ..settings_table import Fixed, Key, Only
+from .experts import BiasedExperts
 from .rules import (
     Derived,
     EmbeddingDropout,
@@ -105,6 +106,22 @@ QWEN_MOE = (
     Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
     Key("norm_topk_prob", "moe_router_pre_softmax", False, {True: False, False: True}),
 )
+BIASED_MOE = (
+    *LLAMA,
+    *NO_BIAS,
+    BiasedExperts(),
+    Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
+    Key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+    Only("norm_topk_prob", (True,)),
+    Only("n_group", (1,), why="groups of experts"),
+    Only("topk_group", (1,), why="groups of experts"),
+)
+GLM4_MOE = (
+    *BIASED_MOE,
+    Key("attention_bias", "add_qkv_bias", False),
+    Key("use_qk_norm", "qk_layernorm", False),
+)
+DOTS1 = (*BIASED_MOE, *QK_NORM[1:], Window(has_switch=False, layers=layers_from_first))
 SHARED = (
     Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     Fixed("moe_shared_expert_gate", True),
