@@ -9,12 +9,15 @@ speed of large products, so `product` is 1. On a GPU the peak is that of megatro
 measured: --inside and --outside give bytes/s.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -80,53 +83,45 @@ def attention_speed(device: torch.device, dtype: torch.dtype) -> float:
     return flops / seconds(lambda: attention(q, k, v), device)
 
 
-def measured(device: torch.device, inside: float, outside: float) -> str:
-    """Return the text of a file for --cluster."""
+def described(device: torch.device) -> dict[str, Any]:
+    """Return the values of a device that the system reports."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return {
+            "name": found.name,
+            "memory": found.total_memory,
+            "processors": found.multi_processor_count,
+        }
+    pages = os.sysconf("SC_PHYS_PAGES")
+    return {
+        "name": f"cpu, {torch.get_num_threads()} threads",
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "processors": 0,
+    }
+
+
+def measured(device: torch.device) -> dict[str, Any]:
+    """Return the values of the file of a device."""
     speeds = {dtype: product_speed(device, dtype) for dtype in DTYPES}
     peaks = {
         dtype: peak_flops(device, dtype) or speed for dtype, speed in speeds.items()
     }
+    # Shares are those of the dtype in which models are trained there.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    name = f"cpu, {torch.get_num_threads()} threads"
-    memory = 16e9
-    processors = 0
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        name, memory, processors = (
-            found.name,
-            found.total_memory,
-            found.multi_processor_count,
-        )
-    listed = ", ".join(
-        f"{str(kind).removeprefix('torch.')}: {peak:.4g}"
-        for kind, peak in peaks.items()
-    )
+    peak = peaks[dtype]
     constants = {
-        "product": speeds[dtype] / peaks[dtype],
-        "attention": attention_speed(device, dtype) / peaks[dtype],
+        "product": speeds[dtype] / peak,
+        "attention": attention_speed(device, dtype) / peak,
         "memory": 1.0,
         "launch": launch_seconds(device),
     }
-    values = ", ".join(f"{key}: {value:.4g}" for key, value in constants.items())
-    return "\n".join(
-        [
-            f"# Measured by tools/measure_device.py with torch {torch.__version__}.",
-            "device:",
-            f"  name: {name}",
-            f"  memory: {memory:.4g}",
-            f"  peak: {{{listed}}}",
-            f"  bandwidth: {bandwidth(device):.4g}",
-            f"  processors: {processors}",
-            f"  constants: {{{values}}}",
-            "  fitted: measurements of single operations on this machine",
-            "devices_per_host: 8",
-            f"inside: {inside:.4g}",
-            f"outside: {outside:.4g}",
-            "latency: 50e-6",
-            "link: 1.0",
-            "",
-        ]
-    )
+    return {
+        **described(device),
+        "peak": {str(dtype).removeprefix("torch."): peaks[dtype] for dtype in DTYPES},
+        "bandwidth": bandwidth(device),
+        "constants": constants,
+        "fitted": f"single operations of torch {torch.__version__} on this machine",
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +136,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    text = measured(device, args.inside, args.outside)
+    cluster = {
+        "device": measured(device),
+        "inside": args.inside,
+        "outside": args.outside,
+    }
+    text = yaml.safe_dump(cluster, sort_keys=False)
     Path(args.out).write_text(text, encoding="utf-8")
     print(text, end="")
     return 0

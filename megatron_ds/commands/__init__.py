@@ -144,6 +144,10 @@ COMMANDS: dict[str, Command] = {
         "extensions.dry_run.find_longest_sequence",
         "find the longest sequence that fits the memory",
     ),
+    "search": Command(
+        "extensions.plan_time.search_layouts",
+        "find the fastest layouts of a training, by planned seconds",
+    ),
     "schedule": Command(
         "extensions.report.show_schedule",
         "draw a pipeline schedule, planned or measured",

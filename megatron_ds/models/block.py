@@ -30,6 +30,7 @@ from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import Rotary, SelfAttention, make_window_rotary
 from .attention_layouts import attention_layouts
 from .core_choice import make_core
+from .embedding import rounded, scaled
 from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 from .normalization import make_norm
@@ -79,6 +80,7 @@ class Block(nn.Module):
             config.hidden_dropout, f"{name}.self_attention", ctx
         )
         self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
+        self.multiplier = rounded(config.residual_multiplier, ctx.dtype)
         self.keep_input = input_keeper(ctx)
         self.set_recompute(ctx.recompute.granularity)
 
@@ -95,16 +97,16 @@ class Block(nn.Module):
         return self.run(self, x, batch)
 
     def attend(self, normed: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the attention of the normed input, and of it the norm, if there is one."""
+        """Return the attention of the normed input, and of it the norm, if there is one, times the factor."""
         out = self.self_attention(normed, batch)
         norm = self.post_self_attn_layernorm
-        return out if norm is None else norm(out)
+        return scaled(out if norm is None else norm(out), self.multiplier)
 
     def feed(self, normed: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the feed-forward of the normed input, and of it the norm, if there is one."""
+        """Return the feed-forward of the normed input, and of it the norm, if there is one, times the factor."""
         out = self.mlp(normed, batch)
         norm = self.post_mlp_layernorm
-        return out if norm is None else norm(out)
+        return scaled(out if norm is None else norm(out), self.multiplier)
 
 
 def in_sequence(block: Block, x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -158,6 +160,9 @@ def block_layers(
         layout = attention_layouts().of_layer(config, name, ctx.seed, causal)
         if layout is not None:
             pattern = replace(pattern, layout=layout)
+        of_layer = of_windows if config.windowed[i] else rotary
+        if config.unrotated[i]:
+            of_layer = None
         # The layer is built later, by the rank that holds it; planning needs its kind and cost only.
         blocks.append(
             Layer(
@@ -168,7 +173,7 @@ def block_layers(
                     experts,
                     name,
                     ctx,
-                    rotary=of_windows if config.windowed[i] else rotary,
+                    rotary=of_layer,
                     pattern=pattern,
                     comm_type=ctx.comm_type(i),
                 ),
@@ -216,6 +221,8 @@ def _kind(
         kind = f"sparse_{kind}"
     elif not pattern.is_plain:
         kind = f"windowed_{kind}"
+    if config.unrotated[layer]:
+        kind = f"unrotated_{kind}"
     return kind if len(set(ctx.cp_comm_type)) == 1 else f"{kind}_{ctx.comm_type(layer)}"
 
 

@@ -61,8 +61,7 @@ class Embedding(nn.Module):
     def forward(self, none: None, batch: Batch) -> torch.Tensor:
         """Return the tokens of `batch` as hidden states [s(/t), b, h]; the first layer has no input."""
         x: torch.Tensor = self.word_embeddings(batch.tokens)  # [s(/t), b, h]
-        if self.multiplier != 1:
-            x = x * self.multiplier
+        x = scaled(x, self.multiplier)
         if self.norm is not None:
             x = self.norm(x)
         rows = self.ctx.slice.rows(batch.seq_length)
@@ -153,6 +152,11 @@ def vocabulary_size(config: ModelConfig) -> int:
 def padded_rows(config: ModelConfig, ctx: ParallelContext) -> int:
     """Rows of the vocabulary over all tensor-parallel ranks."""
     return config.padded_vocab_size(ctx.tp.size)
+
+
+def scaled(x: torch.Tensor, multiplier: float) -> torch.Tensor:
+    """Return x times the multiplier; x itself for 1."""
+    return x if multiplier == 1 else x * multiplier
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

@@ -16,7 +16,14 @@ from ..mpu.param_spec import Init, ParamSpec, Split
 from ..ops.soft_cap import cap_, capped
 from ..tensor_parallel.linear import column_linear, new_shard
 from ..tensor_parallel.logits_in_chunks import LogitsInChunks, suitable_chunks
-from .embedding import WORD_EMBEDDINGS, padded_rows, vocabulary_size, word_spec
+from .embedding import (
+    WORD_EMBEDDINGS,
+    padded_rows,
+    rounded,
+    scaled,
+    vocabulary_size,
+    word_spec,
+)
 from .layer import LayerFlops
 from .normalization import make_norm
 
@@ -58,10 +65,12 @@ class LanguageModelHead(nn.Module):
         )
         self.bias = vocabulary_bias(config, ctx) if config.output_layer_bias else None
         self.cap = config.final_logit_softcapping
+        self.multiplier = rounded(config.logit_multiplier, ctx.dtype)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> HeadLogits:
         """x [s(/t), b, h] → logits [s, b, Vp/t]; in generation of the r wanted positions, [r, b, Vp/t]. With
         sequence parallelism a collective, which gathers x."""
+        x = scaled(x, self.multiplier)
         if batch.past is None:
             return head_logits(x, self.weight, self.bias, self.ctx, self.cap)
         if self.ctx.sequence_parallel:

@@ -30,7 +30,7 @@ from .product import LOW
 from .scoring import PLAIN, Scoring
 from .softmax import forbidden, masked_softmax
 from .widened_products import is_widened
-from .work import Work, bytes_of, report
+from .work import CallWork, bytes_of, report
 
 SIZES = 16  # numbers of keys that parts of a sequence have
 
@@ -118,17 +118,18 @@ def attention_work(
     v: torch.Tensor,
     visible: KeyVisibility = CAUSAL_KEYS,
     **_: object,
-) -> Work:
+) -> CallWork:
     """Return the work of a fused kernel: half of the scores where the pattern is causal, those of a window in it.
     Documents and masks do not count: a plan does not know them."""
-    heads, key_width = q.shape[1] * q.shape[2], q.shape[3]
+    heads = q.shape[1] * q.shape[2]
+    key_width = q.shape[3]
     pairs = visible.pattern.pairs(k.shape[0]) * q.shape[0] / k.shape[0]
     flops = 2.0 * heads * pairs * (key_width + v.shape[3])
     moved = (
         sum(map(bytes_of, (q, k, v)))
         + q.numel() // key_width * v.shape[3] * q.element_size()
     )
-    return Work(scores=flops, nbytes=moved, dtype=q.dtype)
+    return CallWork(scores=flops, nbytes=moved, dtype=q.dtype)
 
 
 attention.benchmark_sizes = ((4096, 128),)  # heads of 128 channels

@@ -27,7 +27,7 @@ from ..features import Provided
 from .kernel_table import choice_recorded, is_selected
 from .meta_tensors import has_memory
 from .product import FP32_SUMS, add_product_, affine, product_into
-from .work import Product, Work, each_stands_for, report
+from .work import CallWork, Product, each_stands_for, report
 
 GROUPED_PRODUCTS: Provided[Any] = Provided("grouped products")
 
@@ -197,13 +197,13 @@ def _one_call(
     return found
 
 
-def _runs_work(matrices: torch.Tensor, runs: RowRuns) -> Work:
+def _runs_work(matrices: torch.Tensor, runs: RowRuns) -> CallWork:
     """Return the work of all products with matrices [runs, n, m]: each of them has the rows of its run."""
     filled = sum(1 for count in runs.counts if count)
     rows = sum(runs.counts)
     wide, narrow = matrices.shape[1:]
     moved = rows * (wide + narrow) + matrices.numel()
-    return Work(
+    return CallWork(
         (Product(filled, rows // max(1, filled), wide, narrow),),
         nbytes=moved * matrices.element_size(),
         dtype=matrices.dtype,

@@ -40,9 +40,9 @@ from ..errors import ConfigError
 from ..features import Provided
 from .work import (
     WATCHERS,
+    CallWork,
     Stated,
     Watcher,
-    Work,
     is_differentiated,
     moves,
     watched_by,
@@ -168,7 +168,7 @@ class Operation:
         return add
 
     def states_work(self, backward: Stated | None = None) -> Callable[[Stated], Stated]:
-        """Makes the decorated function (arguments of the operation) → `work.Work` that of a call of a kernel.
+        """Makes the decorated function (arguments of the operation) → `work.CallWork` that of a call of a kernel.
 
         backward: the same for the backward of a call; None: it is that of the call, twice
         """
@@ -180,7 +180,7 @@ class Operation:
 
         return state
 
-    def _twice_the_forward(self, *arguments: Any, **named: Any) -> Work:
+    def _twice_the_forward(self, *arguments: Any, **named: Any) -> CallWork:
         return self.forward_work(*arguments, **named).times(2)
 
     def first_choice(self, device: str, dtype: torch.dtype) -> str:
@@ -219,12 +219,12 @@ class Operation:
             if not reason:
                 choice_recorded(self.name, entry.name)
                 if WATCHERS and entry.is_opaque:
-                    self._tell_work(entry.name, (x, *arguments), named)
+                    self._pass_work(entry.name, (x, *arguments), named)
                 return entry.function
             _log_once(self.name, entry.name, reason)
         raise AssertionError(f"{self.name} has no implementation in torch operations")
 
-    def _tell_work(
+    def _pass_work(
         self, implementation: str, arguments: tuple, named: dict[str, Any]
     ) -> None:
         differentiates = is_differentiated(arguments, named)
@@ -336,7 +336,7 @@ def choice_recorded(operation: str, implementation: str) -> None:
 
 @contextmanager
 def work_watched(watcher: Watcher) -> Iterator[None]:
-    """Tells `watcher` the work of the calls within the context that no operation of torch shows."""
+    """Passes the work of the calls within the context that no operation of torch shows to `watcher`."""
     try:
         with watched_by(watcher):
             CHOICES.change()

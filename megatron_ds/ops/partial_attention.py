@@ -34,7 +34,7 @@ from .attention_tiles import Runs, Tile, run_tiles, tiles
 from .core_attention import attention
 from .key_visibility import KeyVisibility
 from .scoring import PLAIN, Scoring
-from .work import Work, bytes_of, report
+from .work import CallWork, bytes_of, report
 
 ATTENTION_TILES: Provided[Any] = Provided("attention tiles")
 
@@ -390,14 +390,21 @@ def _compiled() -> ModuleType:
     return found
 
 
-def _compiled_work(t: _Operands) -> Work:
+def _compiled_work(t: _Operands) -> CallWork:
     """Return the work of the compiled kernel for one tile: it computes what is seen."""
-    assert t.block is not None, "the tile was chosen for the compiled kernel"
-    samples, heads, rows, width = t.q.shape
-    seen = t.block.visible.pattern.pairs_between(t.block.queries, t.block.keys)
-    return Work(
-        scores=2.0 * samples * heads * seen * (width + t.v.shape[3]),
-        nbytes=2 * bytes_of(t.q) + bytes_of(t.k) + bytes_of(t.v),
+    block = t.block
+    assert block is not None, "the tile was chosen for the compiled kernel"
+    pattern = block.visible.pattern
+    seen = pattern.pairs_between(block.queries, block.keys)
+    samples, heads, _, width = t.q.shape
+    # Products of queries and keys, and of probabilities and values.
+    widths = width + t.v.shape[3]
+    flops = 2.0 * samples * heads * seen * widths
+    # The result is as large as the queries.
+    moved = (t.q, t.k, t.v, t.q)
+    return CallWork(
+        scores=flops,
+        nbytes=sum(map(bytes_of, moved)),
         dtype=t.q.dtype,
     )
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from .kernel_table import CPU, GPU, Operation, is_selected, random_tensors
 from .widened_products import add_widened_product_, is_widened, widened_product
-from .work import Work, product_work
+from .work import CallWork, product_work
 
 
 @Operation
@@ -37,7 +37,7 @@ product.states_work()(product_work)
 
 
 @affine.states_work()
-def _affine_work(x: torch.Tensor, weight: torch.Tensor, *_: object) -> Work:
+def _affine_work(x: torch.Tensor, weight: torch.Tensor, *_: object) -> CallWork:
     return product_work(x, weight.t())
 
 
@@ -121,7 +121,7 @@ def add_product_(
 @add_product_.states_work()
 def _added_work(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, overwrites: bool = False
-) -> Work:
+) -> CallWork:
     alone = product_work(a, b)
     read_too = out.numel() * out.element_size() * (not overwrites)
     return replace(alone, nbytes=alone.nbytes + read_too)

@@ -1,11 +1,11 @@
-"""`Work`: what one call computes, as far as its time depends on it; and who asks for it.
+"""`CallWork`: what one call computes, as far as its time depends on it; and `Watcher`, which receives it.
 
 A plan runs the layers on tensors without values and adds up their work. Operations of torch are seen as they are
 called. What a kernel computes cannot be seen, as it only allocates its results there, so an operation with kernels
 states its work beside them:
 
     @attention.states_work(backward=_backward_work)
-    def _forward_work(q, k, v, ...): return Work(...)
+    def _forward_work(q, k, v, ...): return CallWork(...)
 
 Without a statement a call reads its tensors and writes one like the first, and its backward moves twice as much.
 """
@@ -34,7 +34,7 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class CallWork:
     """Arithmetic and memory traffic of one call.
 
     products  of matrices
@@ -53,28 +53,30 @@ class Work:
         """FLOPs of products and of attention; what is done to each element does not count."""
         return sum(product.flops for product in self.products) + self.scores
 
-    def times(self, factor: float) -> "Work":
+    def times(self, factor: float) -> "CallWork":
         """Return the work of so many such calls."""
         products = (
             product._replace(number=product.number * factor)
             for product in self.products
         )
-        return Work(
+        return CallWork(
             tuple(products), self.scores * factor, self.nbytes * factor, self.dtype
         )
 
 
-Stated = Callable[..., Work]
+Stated = Callable[..., CallWork]
 """(arguments of an operation) → the work of a call"""
 
 
 class Watcher(Protocol):
-    """Is told the work of calls whose arithmetic no operation of torch shows."""
+    """Receives the work of calls whose arithmetic no operation of torch shows."""
 
-    def called(self, name: str, implementation: str, work: Work) -> None:
+    def called(self, name: str, implementation: str, work: CallWork) -> None:
         """A call, in the order of the calls."""
 
-    def will_differentiate(self, name: str, implementation: str, work: Work) -> None:
+    def will_differentiate(
+        self, name: str, implementation: str, work: CallWork
+    ) -> None:
         """A call whose backward will have this work."""
 
     def repeats(self, factor: float) -> None:
@@ -86,7 +88,7 @@ WATCHERS: list[Watcher] = []
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Tell `watcher` the work of all calls within the context."""
+    """Pass the work of all calls within the context to `watcher`."""
     WATCHERS.append(watcher)
     try:
         yield
@@ -106,8 +108,8 @@ def each_stands_for(factor: float) -> Iterator[None]:
             watcher.repeats(1.0)
 
 
-def report(name: str, implementation: str, work: Work) -> None:
-    """Tell the watchers of a call that is no call of an `Operation`."""
+def report(name: str, implementation: str, work: CallWork) -> None:
+    """Pass a call that is no call of an `Operation` to the watchers."""
     for watcher in WATCHERS:
         watcher.called(name, implementation, work)
 
@@ -131,11 +133,11 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-def moves(*arguments: Any, **named: Any) -> Work:
+def moves(*arguments: Any, **named: Any) -> CallWork:
     """Return the work of a call that reads its tensors and writes one like the first."""
     given = list(tensors_in((*arguments, *named.values())))
     written = given[0].numel() * given[0].element_size()
-    return Work(nbytes=written + sum(map(bytes_of, given)), dtype=given[0].dtype)
+    return CallWork(nbytes=written + sum(map(bytes_of, given)), dtype=given[0].dtype)
 
 
 def is_differentiated(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
@@ -145,9 +147,9 @@ def is_differentiated(arguments: Sequence[Any], named: Mapping[str, Any]) -> boo
     )
 
 
-def product_work(a: torch.Tensor, b: torch.Tensor) -> Work:
+def product_work(a: torch.Tensor, b: torch.Tensor) -> CallWork:
     """Return the work of a product of matrices [n, k] and [k, m]."""
     rows, inner = a.shape
     columns = b.shape[1]
     moved = (rows * inner + inner * columns + rows * columns) * a.element_size()
-    return Work((Product(1, rows, columns, inner),), nbytes=moved, dtype=a.dtype)
+    return CallWork((Product(1, rows, columns, inner),), nbytes=moved, dtype=a.dtype)

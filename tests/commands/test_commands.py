@@ -82,6 +82,7 @@ def test_every_tool_of_the_checkout_is_a_command():
         "layout_comparison",
         "free_port",
         "write_flags_doc",
+        "measure_device",
         "draw_layouts",
         "draw_results",
         "run_deepspeed_tests",

@@ -39,7 +39,34 @@ BLOOM_176B = dict(
     num_attention_heads=112,
     vocab_size=250880,
 )
-UNUSED_ROWS = "model.decoder.embed_positions.weight"  # of OPT: the first two
+# The first two rows of OPT and of BioGPT.
+UNUSED_ROWS = "model.decoder.embed_positions.weight", "biogpt.embed_positions.weight"
+# Families whose usual settings are those of a published model → settings that transformers needs beside them.
+FULL_SIZES: dict[str, dict] = {
+    "glm": {},
+    "glm4": {},
+    "ernie4_5": {},
+    "seed_oss": {},
+    "helium": {},
+    "arcee": {},
+    "nemotron": {"num_key_value_heads": 8},
+    "ministral": {"head_dim": 128},
+    "glm4_moe": {},
+    "dots1": {
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": True,
+    },
+    "granite": {},
+    "smollm3": {},
+    "cohere": {},
+    "cohere2": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "gpt_bigcode": {},
+    "biogpt": {},
+}
 
 
 def files_in(folder):
@@ -74,11 +101,10 @@ def test_a_model_computes_the_same_there_here_and_back_and_its_files_are_equal(
     assert largest > 0.1 and difference <= 1e-6 * max(largest, 1)
     assert all(map(torch.equal, their_outputs(back, tokens), expected))
     before, after = files_in(theirs), files_in(back)
-    if (
-        UNUSED_ROWS in before
-    ):  # no position has these rows, and ours has no place for them
-        assert not after[UNUSED_ROWS][:2].any()
-        before[UNUSED_ROWS][:2] = 0
+    # No position has these rows, and ours has no place for them.
+    for table in before.keys() & {*UNUSED_ROWS}:
+        assert not after[table][:2].any()
+        before[table][:2] = 0
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
@@ -105,15 +131,55 @@ def test_a_model_computes_the_same_there_here_and_back_and_its_files_are_equal(
 def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
     name, layout, tmp_path
 ):
-    import transformers
+    error_of_losses, error_of_weights = apart_after_training(name, layout, tmp_path)
+    assert error_of_losses < 1e-5 and error_of_weights < 1e-5
 
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("glm", "tp=2"),
+        ("glm4", "pp=2"),
+        ("ernie4_5", "tp=2,sp=1"),
+        ("seed_oss", "dp=2,zero=3"),
+        ("helium", "pp=2"),
+        ("arcee", "tp=2"),
+        ("nemotron", "tp=2,pp=2"),
+        ("ministral, a layer with a window", "pp=2"),
+        ("glm4_moe", "dp=2,ep=2"),
+        ("dots1", "pp=2"),
+        ("granite", "tp=2,sp=1"),
+        ("smollm3", "dp=2,zero=3"),
+        ("smollm3, listed layers", "pp=2"),
+        ("cohere", "pp=2"),
+        ("cohere2", "tp=2"),
+        ("stablelm", "dp=2,zero=1"),
+        ("stablelm, parallel", "tp=2,sp=1"),
+        ("starcoder2", "tp=2"),
+        ("gpt_bigcode", "pp=2"),
+        ("gpt_bigcode, a key for each query", "tp=2"),
+        ("biogpt", "tp=2"),
+    ],
+)
+def test_ten_steps_from_a_folder_are_those_of_torch_with_transformers(
+    name, layout, tmp_path
+):
+    error_of_losses, error_of_weights = apart_after_training(
+        name, layout, tmp_path, steps=10
+    )
+    assert error_of_losses < 1e-5 and error_of_weights < 1e-5
+
+
+def apart_after_training(name, layout, tmp_path, steps=1) -> tuple[float, float]:
+    """The largest differences of losses and of weights between steps of AdamW here and with transformers."""
     found = HUGGING_FACE.read(saved(name, tmp_path / "theirs"), Wishes())
-    tokens = random_samples(4, 16, found.model["vocab_size"] - 1, seed=3)
+    tokens = random_samples(4 * steps, 16, found.model["vocab_size"] - 1, seed=3)
     tokens += (tokens % DOCUMENT_ENDS == 0).long()
     trace, weights = next_step(
         found,
         tokens,
         layout,
+        steps=steps,
         seq_length=16,
         hidden_dropout=0.0,
         lr=0.01,
@@ -122,24 +188,57 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         weight_decay=0.0,
         clip_grad=0.0,
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "theirs", dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=0.01, eps=0.001, weight_decay=0.0
-    )
-    loss = torch.nn.functional.cross_entropy(
-        model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
-    )
-    loss.backward()
-    optimizer.step()
-    model.save_pretrained(tmp_path / "after")
+    losses = transformers_trains(tmp_path / "theirs", tokens, tmp_path / "after")
     after = HUGGING_FACE.read(tmp_path / "after", Wishes()).tensors["weight"]
-    assert abs(trace.losses[0] - loss.item()) < 1e-5
-    assert (
-        difference(weights, {name: tensor.read() for name, tensor in after.items()})
-        < 1e-5
+    expected = {name: tensor.read() for name, tensor in after.items()}
+    assert len(losses) == len(trace.losses) == steps
+    apart = max(abs(a - b) for a, b in zip(trace.losses, losses, strict=True))
+    return apart, difference(weights, expected)
+
+
+def transformers_trains(folder, tokens, after) -> list[float]:
+    """The losses of steps of 4 samples; the trained model is written to `after`."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    embedding = model.get_input_embeddings()
+    embedding.padding_idx = None  # the row of a padding token is trained here
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.01, betas=(0.9, 0.999), eps=0.001, weight_decay=0.0
     )
+    losses = []
+    for batch in tokens.split(4):
+        loss = torch.nn.functional.cross_entropy(
+            model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.save_pretrained(after)
+    return losses
+
+
+@pytest.mark.parametrize("name", FULL_SIZES)
+def test_the_usual_settings_of_a_family_describe_as_many_parameters_as_transformers(
+    name,
+):
+    """The settings that a class of transformers has by itself are of a published model."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(name, **FULL_SIZES[name])
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    model = model_of(FAMILIES[name].options(config.to_dict()), "the test")
+    unused = 2 * config.hidden_size if name == "biogpt" else 0
+    count = sum(
+        spec.numel
+        for spec in specs_of(model)
+        if not spec.name.endswith(".expert_bias")  # no parameter of transformers
+    )
+    assert count == theirs.num_parameters() - unused > 10**8
 
 
 def test_the_settings_of_bloom_176b_describe_as_many_parameters_as_it_has():
@@ -194,6 +293,21 @@ def test_sharded_bfloat16_with_spellings_of_transformers_4_and_without_prefix(tm
         ours["embedding.word_embeddings.weight"].read(),
         before["transformer.wte.weight"],
     )
+
+
+def test_biases_of_experts_stay_in_fp32_beside_weights_in_bfloat16(tmp_path):
+    """transformers writes them so (`_keep_in_fp32_modules_strict`)."""
+    theirs = saved("glm4_moe", tmp_path / "theirs", torch.bfloat16)
+    before = files_in(theirs)
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    before |= {name: torch.randn(4) for name in biases}
+    save_file(before, theirs / "model.safetensors", {"format": "pt"})
+    _, back = there_and_back(theirs, tmp_path)
+    after = files_in(back)
+    assert before.keys() == after.keys()
+    assert {t.dtype for t in after.values()} == {torch.bfloat16, torch.float32}
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_rope_settings_of_transformers_4_are_those_of_5(tmp_path):

@@ -480,10 +480,14 @@ def test_a_model_with_windows_is_written_as_a_family_that_has_them(tmp_path):
     config = json.loads((tmp_path / "back/config.json").read_text())
     assert config["model_type"] == "mistral" and config["sliding_window"] == 4
     ours.model["window_attn_skip_freq"] = "2"
+    HUGGING_FACE.write(ours, tmp_path / "listed", Wishes())
+    config = json.loads((tmp_path / "listed/config.json").read_text())
+    assert config["model_type"] == "ministral"
+    assert config["layer_types"][:2] == ["sliding_attention", "full_attention"]
     with pytest.raises(
         CheckpointError, match="differs from this model in window_attn_skip_freq"
     ):
-        HUGGING_FACE.write(ours, tmp_path / "other", Wishes())
+        HUGGING_FACE.write(ours, tmp_path / "other", Wishes(family="mistral"))
 
 
 def test_rounding_is_said_and_values_that_float16_lacks_are_refused(tmp_path):

@@ -47,6 +47,23 @@ NAMES = (
     "mpt",
     "gemma 2",
     "gemma 3",
+    "glm4",
+    "ernie4_5",
+    "seed_oss",
+    "helium",
+    "arcee",
+    "nemotron",
+    "ministral, a layer with a window",
+    "glm4_moe",
+    "dots1",
+    "granite",
+    "smollm3",
+    "cohere",
+    "cohere2",
+    "stablelm",
+    "starcoder2, window",
+    "gpt_bigcode",
+    "biogpt",
 )
 # Settings that change training and no output → what our model has for the value.
 OF_TRAINING = {
@@ -56,6 +73,8 @@ OF_TRAINING = {
     "hidden_dropout": "hidden_dropout",
     "hidden_dropout_prob": "hidden_dropout",
     "dropout": "hidden_dropout",
+    "residual_dropout": "hidden_dropout",
+    "resid_pdrop": "hidden_dropout",
     "initializer_range": "init_method_std",
     "init_std": "init_method_std",
 }
@@ -157,7 +176,9 @@ def test_each_setting_is_followed_or_refused_or_listed(name, tmp_path):
 def test_a_setting_that_is_absent_has_the_value_of_transformers(name, tmp_path):
     folder = saved(name, tmp_path)
     config, wrong = settings_of(folder), []
-    for key in fields_of(config["model_type"]).keys() & config.keys():
+    names = fields_of(config["model_type"]).keys() & config.keys()
+    # transformers has no rows for a family's usual padding in so small a vocabulary.
+    for key in names - {"pad_token_id"}:
         (folder / "config.json").write_text(
             json.dumps({k: v for k, v in config.items() if k != key})
         )

@@ -97,7 +97,6 @@ def test_the_size_of_the_vocabulary_is_asked_for_where_nothing_records_it(tmp_pa
         ({"geglu": True}, "--geglu"),
         ({"softmax_type": "learnable"}, "weights of its softmax"),
         ({"num_layers": None}, "lack num_layers"),
-        ({"no_rope_freq": 4}, "without rotary"),
         ({"rope_type": "yarn"}, "another rotary"),
         ({"qk_l2_norm": True}, "unit length"),
         ({"softmax_scale": 0.1}, "--softmax-scale"),

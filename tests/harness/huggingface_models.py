@@ -27,6 +27,7 @@ LLAMA3 = dict(
 )
 GPT2 = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=V, n_positions=POSITIONS)
 EXPERTS = dict(num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
+BIASED = dict(n_routed_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
 WINDOWED = dict(use_sliding_window=True, sliding_window=WINDOW)
 SMALL_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
@@ -205,6 +206,98 @@ MODELS = {
         | WINDOWED
         | dict(shared_expert_intermediate_size=24, norm_topk_prob=True),
     ),
+    "glm": ("GlmForCausalLM", GATED | dict(head_dim=12, **SMALL_IDS)),
+    "glm4": (
+        "Glm4ForCausalLM",
+        GATED | dict(head_dim=8, attention_bias=False, **SMALL_IDS),
+    ),
+    "ernie4_5": ("Ernie4_5ForCausalLM", GATED | dict(head_dim=12, use_bias=True)),
+    "seed_oss": (
+        "SeedOssForCausalLM",
+        GATED | dict(head_dim=16, residual_dropout=0.0, attention_dropout=0.0),
+    ),
+    "helium": ("HeliumForCausalLM", GATED | dict(head_dim=8, attention_bias=True)),
+    "arcee": ("ArceeForCausalLM", GATED | SMALL_IDS),
+    "nemotron": ("NemotronForCausalLM", GATED | dict(head_dim=12)),
+    "ministral, a layer with a window": (
+        "MinistralForCausalLM",
+        GATED
+        | dict(
+            head_dim=12,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        GATED
+        | BIASED
+        | dict(
+            num_hidden_layers=3,
+            use_qk_norm=True,
+            attention_bias=True,
+            routed_scaling_factor=2.5,
+            n_shared_experts=2,
+        ),
+    ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        GATED
+        | BIASED
+        | dict(
+            first_k_dense_replace=0,
+            n_shared_experts=1,
+            norm_topk_prob=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+        ),
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        GATED
+        | dict(
+            embedding_multiplier=1.5,
+            residual_multiplier=0.22,
+            attention_multiplier=0.3,
+            logits_scaling=0.6,
+        ),
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        GATED | dict(no_rope_layer_interval=2, **SMALL_IDS),
+    ),
+    "smollm3, listed layers": (
+        "SmolLM3ForCausalLM",
+        GATED | dict(no_rope_layers=[0, 1], tie_word_embeddings=False, **SMALL_IDS),
+    ),
+    "cohere": ("CohereForCausalLM", GATED | dict(logit_scale=0.8, **SMALL_IDS)),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        GATED
+        | dict(
+            num_hidden_layers=3,
+            logit_scale=0.8,
+            sliding_window=WINDOW,
+            sliding_window_pattern=3,
+            **SMALL_IDS,
+        ),
+    ),
+    "stablelm": ("StableLmForCausalLM", GATED | dict(use_qkv_bias=True)),
+    "stablelm, parallel": (
+        "StableLmForCausalLM",
+        GATED | dict(use_parallel_residual=True),
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", GATED),
+    "starcoder2, window": (
+        "Starcoder2ForCausalLM",
+        GATED | dict(sliding_window=WINDOW, use_bias=False),
+    ),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", GPT2),
+    "gpt_bigcode, a key for each query": (
+        "GPTBigCodeForCausalLM",
+        GPT2 | dict(multi_query=False, n_inner=40),
+    ),
+    "biogpt": ("BioGptForCausalLM", SIZES | dict(intermediate_size=64)),
     "megatron-bert": ("MegatronBertForPreTraining", SIZES | dict(intermediate_size=64)),
 }
 
@@ -230,5 +323,8 @@ def saved(
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer), alpha=0.3)
     model.to(dtype).save_pretrained(folder, **options)
     return folder

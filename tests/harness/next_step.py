@@ -1,4 +1,4 @@
-"""One training step of ours from a checkpoint of another program, to be compared with that program's."""
+"""Training steps of ours from a checkpoint of another program, to be compared with that program's."""
 
 import torch
 
@@ -16,9 +16,9 @@ SPELLINGS = {
 
 
 def flags_of(options: dict) -> list[str]:
-    """Options as flags of a run on mock data: 9 steps of 4 samples at a constant learning rate."""
+    """Options as flags of a run on mock data: 10 steps of 4 samples at a constant learning rate."""
     flags = (
-        "--mock-data --tokenizer-type NullTokenizer --lr-decay-style constant --train-iters 9 "
+        "--mock-data --tokenizer-type NullTokenizer --lr-decay-style constant --train-iters 10 "
         "--global-batch-size 4"
     ).split()
     for name, value in options.items():
@@ -35,11 +35,12 @@ def flags_of(options: dict) -> list[str]:
 
 
 def next_step(
-    found, batch, layout: str, **options
+    found, batch, layout: str, steps: int = 1, **options
 ) -> tuple[Trace, dict[str, torch.Tensor]]:
-    """(trace, logical weights) of one step on the batch, in micro-batches of 2, from the state that was read.
+    """(trace, logical weights) of steps on the samples, in micro-batches of 2, from the state that was read.
 
-    options: of the run; those of the model come from the checkpoint where they are not given
+    batch    4 samples for each step
+    options  of the run; those of the model come from the checkpoint where they are not given
     """
     request = parse_layout(layout, mbs="2")
     config = parse(
@@ -53,7 +54,7 @@ def next_step(
         return train_layout(
             config,
             mesh,
-            1,
+            steps,
             batch,
             watch=lambda engine: load_foreign(
                 engine, found, all_pieces(engine), engine.config.checkpoint

@@ -70,6 +70,7 @@ class TinyConfig(AttentionOptions, SparseOptions, BlockOptions, MoEOptions):
     expert_ffn_size = ModelConfig.expert_ffn_size
     dense_width = ModelConfig.dense_width
     windowed = ModelConfig.windowed
+    unrotated = ModelConfig.unrotated
 
     @property
     def is_rotary(self) -> bool:
@@ -137,8 +138,21 @@ MPT = TinyConfig(
     add_bias_linear=False,
     use_bias_in_norms=False,
 )
+GRANITE = TinyConfig(
+    **LLAMA,
+    embedding_multiplier=4.5,
+    residual_multiplier=0.4,
+    logit_multiplier=0.6,
+    no_rope_freq="2",
+)
 # Styles of published models that differ in several options.
-FAMILIES = {"gpt-j": GPTJ, "gemma 2": GEMMA2, "gemma 3": GEMMA, "mpt": MPT}
+FAMILIES = {
+    "gpt-j": GPTJ,
+    "gemma 2": GEMMA2,
+    "gemma 3": GEMMA,
+    "mpt": MPT,
+    "granite, a layer without positions": GRANITE,
+}
 STYLES = {"gpt2": TinyConfig(), "llama": TinyConfig(**LLAMA)}
 
 
@@ -251,7 +265,7 @@ def plain_gpt(
     )
     x = _norm(w, "decoder.final_layernorm", x, config)
     logits = x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
-    logits = logits + w.get("output_layer.bias", 0)
+    logits = logits * config.logit_multiplier + w.get("output_layer.bias", 0)
     return _capped(logits, config.final_logit_softcapping)
 
 
@@ -327,17 +341,21 @@ def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores, feed_fo
     )
     if config.norm_after_sublayer:
         y = norm("post_self_attn", y)
+    y = y * config.residual_multiplier
     first, x = x, x + drop(f"{layer}.self_attention", y)
     if not config.shared_block_norm:
         normed = norm("pre_mlp", first if config.use_parallel_residual else x)
     y = feed_forward(w, f"{layer}.mlp", normed, config)
     if config.norm_after_sublayer:
         y = norm("post_mlp", y)
+    y = y * config.residual_multiplier
     return x + drop(f"{layer}.mlp", y)
 
 
 def _of_layer(config: TinyConfig, layer: int) -> TinyConfig:
-    """The configuration with the rotary base of this layer."""
+    """The configuration with the positions of this layer."""
+    if config.unrotated[layer]:
+        return replace(config, position_embedding_type="none")
     if config.window_rotary_base is None or not config.windowed[layer]:
         return config
     return replace(

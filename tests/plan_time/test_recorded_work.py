@@ -11,12 +11,12 @@ from megatron_ds.extensions.dry_run.world_plan import WorldPlan, plan_world
 from megatron_ds.extensions.plan_time.recorded_work import (
     Awaited,
     Begun,
-    Computed,
+    Call,
     WorkRecorder,
 )
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.ops.kernel_table import OPERATIONS, Operation, load_kernels
-from megatron_ds.ops.work import Product, Work, each_stands_for, report
+from megatron_ds.ops.work import CallWork, Product, each_stands_for, report
 from megatron_ds.pipeline.instruction import Op
 
 pytestmark = pytest.mark.plan
@@ -138,9 +138,7 @@ def test_a_wait_that_comes_later_is_recorded_behind_what_overlaps():
         if isinstance(event, Begun):
             wait = events.index(Awaited(event.number), at)
             between = events[at + 1 : wait]
-            overlapped += any(
-                isinstance(e, Computed) and e.work.products for e in between
-            )
+            overlapped += any(isinstance(e, Call) and e.work.products for e in between)
     assert overlapped >= plan.config.model.num_layers
 
 
@@ -161,7 +159,7 @@ def test_a_kernel_of_a_user_reads_its_tensors_and_writes_one_unless_it_states_mo
     assert (call.name, call.implementation) == ("doubled_by_a_user", "mine")
     assert call.work.nbytes == 2 * 4 * 8 * 4
 
-    doubled.states_work()(lambda x: Work((Product(1, 4, 8, 16),)))
+    doubled.states_work()(lambda x: CallWork((Product(1, 4, 8, 16),)))
     [stated] = _recorded(lambda: doubled(torch.empty(4, 8, device="meta")))
     assert stated.work.flops == 2 * 4 * 8 * 16
 
@@ -181,17 +179,17 @@ def doubled():
 def test_a_call_that_stands_for_several_counts_as_so_many():
     def several():
         with each_stands_for(2.5):
-            report("products", "mine", Work((Product(2, 3, 4, 5),), nbytes=10))
+            report("products", "mine", CallWork((Product(2, 3, 4, 5),), nbytes=10))
 
     [call] = _recorded(several)
-    assert call.work == Work((Product(5, 3, 4, 5),), nbytes=25)
+    assert call.work == CallWork((Product(5, 3, 4, 5),), nbytes=25)
 
 
-def _recorded(function) -> list[Computed]:
+def _recorded(function) -> list[Call]:
     recorder = WorkRecorder(Traffic())
     with recorder.phase(Op.F):
         function()
-    return [e for e in recorder.stage_work().of(Op.F) if isinstance(e, Computed)]
+    return [e for e in recorder.stage_work().of(Op.F) if isinstance(e, Call)]
 
 
 load_kernels("cuda")

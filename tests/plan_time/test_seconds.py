@@ -15,14 +15,14 @@ from megatron_ds.extensions.plan_time.link_time import Links
 from megatron_ds.extensions.plan_time.recorded_work import (
     Awaited,
     Begun,
-    Computed,
+    Call,
     WorkRecorder,
 )
 from megatron_ds.extensions.plan_time.stage_time import phase_time
 from megatron_ds.extensions.plan_time.step_time import StepTime, step_time
 from megatron_ds.extensions.plan_time.work_time import seconds_of
 from megatron_ds.mpu.grid import Grid
-from megatron_ds.ops.work import Product, Work
+from megatron_ds.ops.work import CallWork, Product
 from tests.harness.limits import HUNG
 
 pytestmark = pytest.mark.plan
@@ -42,27 +42,27 @@ def timed(flags: str, world: int, cluster: Cluster = CLUSTER) -> StepTime:
     return step_time(plan_world(config, 0, "cuda", WorkRecorder), cluster)
 
 
-# ---- Work.
+# ---- CallWork.
 
 
 def test_a_product_takes_its_flops_where_it_is_not_cut_into_tiles():
-    assert seconds_of(Work((Product(3, 4, 5, 6),)), UNIT) == 2 * 3 * 4 * 5 * 6
+    assert seconds_of(CallWork((Product(3, 4, 5, 6),)), UNIT) == 2 * 3 * 4 * 5 * 6
 
 
 def test_the_last_round_of_tiles_keeps_all_processors_busy():
     tiled = replace(UNIT, processors=100)
     one = 2.0 * 256 * 128 * 64
-    whole = seconds_of(Work((Product(1, 2560, 1280, 64),)), tiled)
+    whole = seconds_of(CallWork((Product(1, 2560, 1280, 64),)), tiled)
     assert whole == 100 * one
     # One row more begins a second round: with smaller tiles less is idle.
-    more = seconds_of(Work((Product(1, 2561, 1280, 64),)), tiled)
+    more = seconds_of(CallWork((Product(1, 2561, 1280, 64),)), tiled)
     assert 1.3 * whole < more <= 2 * whole
 
 
 def test_work_is_not_faster_than_its_bytes():
-    assert seconds_of(Work((Product(1, 1, 1, 1),), nbytes=50), UNIT) == 50
+    assert seconds_of(CallWork((Product(1, 1, 1, 1),), nbytes=50), UNIT) == 50
     slow = replace(UNIT, constants=Constants(1.0, 1.0, 0.5, 7.0))
-    assert seconds_of(Work(nbytes=50), slow) == 107
+    assert seconds_of(CallWork(nbytes=50), slow) == 107
 
 
 # ---- Links.
@@ -83,7 +83,7 @@ def test_rings_have_the_links_of_the_hosts_that_they_visit(axes, size, speed):
 
 def test_a_message_overlaps_with_what_is_computed_before_the_wait():
     links = Links(CLUSTER, Grid(tp=2))
-    computed = lambda flops: Computed("p", "torch", Work(scores=flops))
+    computed = lambda flops: Call("p", "torch", CallWork(scores=flops))
     message = Begun("all_gather", "tp", 2, 100, 0)  # five seconds
     at_once = phase_time([message, Awaited(0), computed(8.0)], UNIT, links)
     assert at_once.seconds == 13.0 and at_once.waits == {"tp": 5.0}

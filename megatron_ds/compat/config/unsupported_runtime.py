@@ -70,7 +70,6 @@ RUNTIME_FLAGS = table(
         "the newest checkpoint is loaded, whose step the tracker file names. Write the step there.": "--ckpt-step --load-tag",
         "optimizer state is in fp32, or in the dtype of weights without masters. Remove it.": "--use-bnb-optimizer",
         "the embedding has the dtype of the weights. Remove it.": "--embedding-weights-in-fp32",
-        "every layer has positions. Remove it.": "--no-rope-freq",
     },
     only={
         "--mid-level-dataset-surplus": Answer(

@@ -13,6 +13,8 @@ BEYOND = {
     "use_bias_in_norms": "LayerNorm without biases (--disable-bias-in-norms)",
     "output_layer_bias": "a bias of the output layer (--output-layer-bias)",
     "embedding_multiplier": "a factor of the embeddings (--embedding-multiplier)",
+    "residual_multiplier": "a factor of attention and feed-forward (--residual-multiplier)",
+    "logit_multiplier": "a factor of the logits (--logit-multiplier)",
     "softmax_scale": "a scale of scores of its own (--softmax-scale)",
     "attention_logit_softcapping": "capped scores of attention (--attention-logit-softcapping)",
     "final_logit_softcapping": "capped logits (--final-logit-softcapping)",

@@ -86,6 +86,7 @@ class Family:
     prefix    of all their names; files of the bare model lack it
     notes     function(settings of the files) -> sentences on settings that a run does not follow
     ignored   patterns of names that hold nothing to be learned
+    precise   patterns of names that stay in fp32 beside weights of another dtype
     tied      (name, name that it must equal): of an output layer that files of tied models may hold
     """
 
@@ -95,6 +96,7 @@ class Family:
     settings: Callable[[ModelConfig], dict[str, Any]]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    precise: tuple[str, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     notes: Callable[[Mapping[str, Any]], Sequence[str]] = lambda settings: ()

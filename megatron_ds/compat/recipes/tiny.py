@@ -229,7 +229,8 @@ def _model(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
         path: value for path, value in given.items() if config.get(path) is not None
     }
     # A pattern of layers keeps its last entries.
-    for path in ("model.moe_layer_freq", "model.window_attn_skip_freq"):
+    patterns = "moe_layer_freq", "window_attn_skip_freq", "no_rope_freq"
+    for path in (f"model.{name}" for name in patterns):
         if (text := config.get(path)) and not text.isdecimal():
             pattern = read_layer_pattern(text, all_options()[path].flag)
             values[path] = (

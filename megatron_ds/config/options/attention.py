@@ -34,6 +34,15 @@ class AttentionOptions:
         "window and 0 for each without, such as ([1]*3+[0])*6. Default: all layers have it.",
         avoid="In YAML, put a list in quotes.",
     )
+    no_rope_freq: str | None = option(
+        None,
+        strip="\"'",
+        needs=need("model.position_embedding_type", "rope", "yarn"),
+        help="Which layers rotate neither queries nor keys: N for every Nth layer; or a list with 1 for each layer "
+        "without positions and 0 for each with them, such as ([0]*3+[1])*9 (SmolLM3, Command R7B). Default: all "
+        "layers have positions.",
+        avoid="In YAML, put a list in quotes.",
+    )
     softmax_type: str = option(
         "vanilla",
         choices=SOFTMAX_TYPES,
@@ -69,15 +78,27 @@ class AttentionOptions:
         """Return whether each layer has the window. Raises ConfigError."""
         if self.window_size is None or self.window_attn_skip_freq is None:
             return (self.window_size is not None,) * num_layers
-        pattern = read_layer_pattern(
-            self.window_attn_skip_freq, "--window-attn-skip-freq"
-        )
+        flag = "--window-attn-skip-freq"
+        pattern = read_layer_pattern(self.window_attn_skip_freq, flag)
         if isinstance(pattern, int):
             return tuple((i + 1) % pattern != 0 for i in range(num_layers))
-        if len(pattern) != num_layers:
-            raise ConfigError(
-                f"--window-attn-skip-freq {self.window_attn_skip_freq} describes "
-                f"{len(pattern)} layers, but the model has {num_layers}. Give one entry for "
-                "each layer."
-            )
-        return tuple(bool(x) for x in pattern)
+        return _of_each_layer(pattern, num_layers, flag)
+
+    def unrotated_layers(self, num_layers: int) -> tuple[bool, ...]:
+        """Return whether each layer is without rotary positions, of a model that has them. Raises ConfigError."""
+        if self.no_rope_freq is None:
+            return (False,) * num_layers
+        flag = "--no-rope-freq"
+        pattern = read_layer_pattern(self.no_rope_freq, flag)
+        if isinstance(pattern, int):
+            return tuple((i + 1) % pattern == 0 for i in range(num_layers))
+        return _of_each_layer(pattern, num_layers, flag)
+
+
+def _of_each_layer(pattern: list[int], num_layers: int, flag: str) -> tuple[bool, ...]:
+    if len(pattern) != num_layers:
+        raise ConfigError(
+            f"{flag} describes {len(pattern)} layers, but the model has {num_layers}. "
+            "Give one entry for each layer."
+        )
+    return tuple(map(bool, pattern))

@@ -58,3 +58,17 @@ class BlockOptions:
         help="Factor of the word embeddings, of the input only (Gemma: the root of the hidden size).",
         avoid="It is for models that were trained so; --init-method-std sets the size of new embeddings.",
     )
+    residual_multiplier: float = option(
+        1.0,
+        above=0,
+        help="Factor of the outputs of attention and of the feed-forward, before they are added to the hidden states "
+        "(0.22 in Granite 3).",
+        avoid="It is for models that were trained so.",
+    )
+    logit_multiplier: float = option(
+        1.0,
+        above=0,
+        help="Factor of the product of the hidden states with the vocabulary, which are the logits without "
+        "--output-layer-bias (0.0625 in Command R, 1/16 in Granite 3).",
+        avoid="It is for models that were trained so; --temperature scales the logits of generation alone.",
+    )

@@ -347,6 +347,11 @@ class ModelConfig(
         return self.windowed_layers(self.num_layers)
 
     @property
+    def unrotated(self) -> tuple[bool, ...]:
+        """Whether each layer is without rotary positions. Raises ConfigError."""
+        return self.unrotated_layers(self.num_layers)
+
+    @property
     def positions(self) -> int:
         """Longest sequence that the model can process."""
         return self.max_position_embeddings or self.seq_length

@@ -41,4 +41,14 @@ def windows(config: RunConfig) -> Iterator[str]:
         )
 
 
-ATTENTION_RULES = (windows,)
+def layers_without_positions(config: RunConfig) -> Iterator[str]:
+    """Report a list of layers that does not fit, as ConfigError, and one of all layers."""
+    model = config.model
+    if model.num_layers and all(model.unrotated_layers(model.num_layers)):
+        yield (
+            "[no_rope_freq] leaves no layer with positions. Use --position-embedding-type none, or "
+            f"{flag('model.no_rope_freq')} 2 or more."
+        )
+
+
+ATTENTION_RULES = (windows, layers_without_positions)

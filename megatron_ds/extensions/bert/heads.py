@@ -14,6 +14,7 @@ from torch import nn
 
 from ...batch.batch import Batch
 from ...config.options.model import ModelConfig
+from ...models.embedding import rounded, scaled
 from ...models.heads import (
     HeadLogits,
     head_logits,
@@ -64,13 +65,20 @@ class BertHeads(nn.Module):
             SegmentOrderHead(config, ctx) if config.bert_binary_head else None
         )
         self.cap = config.final_logit_softcapping
+        self.multiplier = rounded(config.logit_multiplier, ctx.dtype)
         self.ctx = ctx
 
     def forward(self, x: torch.Tensor, batch: Batch) -> BertOutput:
         """x [s(/t), b, h] → logits, and the order of the segments if the model has a binary head."""
         order = None if self.binary_head is None else self.binary_head(x)
         return BertOutput(
-            head_logits(self.lm_head(x), self.weight, self.bias, self.ctx, self.cap),
+            head_logits(
+                scaled(self.lm_head(x), self.multiplier),
+                self.weight,
+                self.bias,
+                self.ctx,
+                self.cap,
+            ),
             order,
         )
 

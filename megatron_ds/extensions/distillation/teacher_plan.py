@@ -154,7 +154,7 @@ class ForwardRunner(StageRunner):
         super().__init__(config, mesh, plan, device, frozenset())
         self.keep = keep
 
-    def _run(
+    def run_stage(
         self, index: int, layers: Sequence[Layer], modules: nn.ModuleList
     ) -> StageRun:
         modules.requires_grad_(False)

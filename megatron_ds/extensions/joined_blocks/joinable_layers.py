@@ -71,8 +71,8 @@ class JoinableLayers(NamedTuple):
 
 
 def joinable_layers(block: Block) -> JoinableLayers | None:
-    """Return the layers of a block as it is now; None with norms of outputs, experts, tiles of the feed-forward, an
-    adapter, or another layer of any kind."""
+    """Return the layers of a block as it is now; None with norms or factors of outputs, experts, tiles of the
+    feed-forward, an adapter, or another layer of any kind."""
     mlp = block.mlp
     attention = block.self_attention
     if type(mlp) is not MLP or type(attention) is not SelfAttention or mlp.tiles > 1:
@@ -80,6 +80,7 @@ def joinable_layers(block: Block) -> JoinableLayers | None:
     if (
         block.post_self_attn_layernorm is not None
         or block.post_mlp_layernorm is not None
+        or block.multiplier != 1
     ):
         return None
     norm_after = block.pre_mlp_layernorm

@@ -7,7 +7,7 @@ outside: 25e9                   # bytes/s that a device sends to other hosts, it
 latency: 10e-6                  # seconds of a message beside its bytes
 host_link: 25e9                 # bytes/s between a device and the memory of its host
 link: 0.8                       # share of these that messages reach: fitted
-dollars_per_hour: 1.5           # of one device; 0: no cost is told
+dollars_per_hour: 1.5           # of one device; 0: no cost is printed
 """
 
 from collections.abc import Mapping

@@ -11,6 +11,7 @@ A search orders layouts by these numbers; what it shows is planned whole.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 from ...config import RunConfig
 from ...mpu.fake_group import fake_mesh
@@ -24,10 +25,11 @@ from .stage_time import phase_time
 
 FP32 = 4
 MOMENTS = 2  # of Adam
+BACKWARD_SHARE = 2 / 3  # of a micro-batch
 
 
 @dataclass(frozen=True)
-class Estimate:
+class LayoutEstimate:
     """Seconds of a step, and bytes of the rank that needs the most."""
 
     seconds: float
@@ -71,7 +73,7 @@ def estimate(
     records: Records,
     seconds: Mapping[str, float],
     cluster: Cluster,
-) -> Estimate:
+) -> LayoutEstimate:
     """Return the estimate for a configuration whose layers have these records and seconds.
 
     Raises LayoutError or ConfigError for a model that cannot be cut into the stages.
@@ -94,7 +96,7 @@ def estimate(
         _peak(config, rank, at, len(ranks), microbatches, plan.shape.chunks)
         for at, rank in enumerate(ranks)
     )
-    return Estimate(pipeline + behind + update, peak)
+    return LayoutEstimate(pipeline + behind + update, peak)
 
 
 def _totals_of_ranks(
@@ -113,22 +115,22 @@ def _sorts(plan: RunPlan, begin: int, end: int) -> list[str]:
     """Return the sorts of the layers of a stage, with what is in front of and behind the blocks as one each."""
     layers = plan.layers
     blocks = [at for at, layer in enumerate(layers) if layer.is_block]
-    found = [
-        layers[at].sort for at in range(max(begin, blocks[0]), min(end, blocks[-1] + 1))
-    ]
-    if begin < blocks[0]:
+    first = blocks[0]
+    behind = blocks[-1] + 1
+    middle = layers[max(begin, first) : min(end, behind)]
+    found = [layer.sort for layer in middle]
+    if begin < first:
         found.insert(0, FRONT)
-    if end > blocks[-1] + 1:
+    if end > behind:
         found.append(BEHIND)
     return found
 
 
 def _message_seconds(config: RunConfig, links: Links) -> float:
-    numbers = boundary_shape(config)
+    numbers = prod(boundary_shape(config))
     width = DTYPES[config.optimizer.params_dtype].itemsize
-    nbytes = numbers[0] * numbers[1] * numbers[2] * width
-    grid = config.grid()
-    return links.seconds("send", "pp", grid.pp, nbytes)
+    size = config.grid().pp
+    return links.seconds("send", "pp", size, numbers * width)
 
 
 def _reduction_seconds(
@@ -137,37 +139,46 @@ def _reduction_seconds(
     """Seconds of gradients and weights among data-parallel ranks behind the backward. last: of a micro-batch"""
     grid = config.grid()
     size = grid.size("dp", "cp")
-    sent = config.optimizer.gradient_dtype
-    gradients = parameters * DTYPES[sent].itemsize
-    weights = parameters * DTYPES[config.optimizer.params_dtype].itemsize
+    optimizer = config.optimizer
+    gradients = parameters * DTYPES[optimizer.gradient_dtype].itemsize
     stage = config.zero.stage
     operation = "reduce_scatter" if stage else "all_reduce"
     reduced = links.seconds(operation, "dp-cp", size, gradients)
+    # Most of it is hidden behind the last backward.
     if config.zero.overlap_comm is not False:
-        reduced = max(0.0, reduced - 0.6 * last)
-    gathered = links.seconds("all_gather", "dp-cp", size, weights) if stage else 0.0
+        hidden = BACKWARD_SHARE * last
+        reduced = max(0.0, reduced - hidden)
+    if not stage:
+        return reduced
+    weights = parameters * DTYPES[optimizer.params_dtype].itemsize
+    gathered = links.seconds("all_gather", "dp-cp", size, weights)
     return reduced + gathered
 
 
 def _state(config: RunConfig, parameters: int) -> tuple[float, float, float]:
     """Bytes of (weights, gradients, masters and moments) of a rank."""
-    zero = config.zero.stage
+    optimizer = config.optimizer
+    weight = DTYPES[optimizer.params_dtype].itemsize
+    gradient = DTYPES[optimizer.gradient_dtype].itemsize
+    kept = FP32 * MOMENTS
+    if weight < FP32:
+        kept += FP32  # a master of each weight
+    # Stage 1 divides the last of these, 2 the gradients as well, 3 all.
     size = config.grid().size("dp", "cp")
-    weight = DTYPES[config.optimizer.params_dtype].itemsize
-    gradient = DTYPES[config.optimizer.gradient_dtype].itemsize
-    kept = FP32 * (MOMENTS + (weight < FP32))
+    divided = [size if config.zero.stage >= stage else 1 for stage in (3, 2, 1)]
     return (
-        parameters * weight / (size if zero >= 3 else 1),
-        parameters * gradient / (size if zero >= 2 else 1),
-        parameters * kept / (size if zero >= 1 else 1),
+        parameters * weight / divided[0],
+        parameters * gradient / divided[1],
+        parameters * kept / divided[2],
     )
 
 
 def _update_seconds(config: RunConfig, parameters: int, cluster: Cluster) -> float:
     weights, gradients, kept = _state(config, parameters)
-    moved = 2 * kept + 2 * gradients + weights
+    moved = 2 * (kept + gradients) + weights
     device = cluster.device
-    return moved / (device.bandwidth * device.constants.memory)
+    bandwidth = device.bandwidth * device.constants.memory
+    return moved / bandwidth
 
 
 def _peak(
@@ -182,7 +193,7 @@ def _peak(
     each = rank.kept / chunks
     alive = min(microbatches, ranks - at) * chunks
     if chunks > 1:
-        alive = min(
-            microbatches * chunks, (ranks - at - 1) * 2 + (chunks - 1) * ranks + 1
-        )
-    return sum(_state(config, rank.parameters)) + alive * each + rank.at_work
+        warm_up = 2 * (ranks - at - 1) + (chunks - 1) * ranks
+        alive = min(microbatches * chunks, warm_up + 1)
+    state = sum(_state(config, rank.parameters))
+    return state + alive * each + rank.at_work

@@ -20,15 +20,16 @@ from ...models import Layer, build_stage
 from ...mpu.fake_group import fake_mesh
 from ...mpu.managed_parameter import spec_of
 from ...mpu.param_spec import EXPERT_DATA_AXES
-from ...ops.work import Product, Work
+from ...ops.work import CallWork, Product
 from ...pipeline.instruction import Op
 from ...planning.fake_stages import StageRunner, without_memory
 from ...planning.run_model import describe_layers
 from ...planning.run_plan import PipelineShape, plan_run
 from ...version import __version__
-from .recorded_work import Awaited, Begun, Computed, Event, StageWork, WorkRecorder
+from .recorded_work import Awaited, Begun, Call, Event, StageWork, WorkRecorder
 
-FRONT, BEHIND = "in front of the blocks", "behind the blocks"
+FRONT = "in front of the blocks"
+BEHIND = "behind the blocks"
 THREE_STAGES = 3
 
 
@@ -74,18 +75,13 @@ def record_layers(config: RunConfig, device: str) -> dict[str, LayerRecord]:
 def groups_of(layers: Sequence[Layer]) -> dict[str, tuple[int, list[Layer]]]:
     """Return sort → (stage of three, its layers): one block of each sort, and what is in front and behind."""
     blocks = [at for at, layer in enumerate(layers) if layer.is_block]
-    first, last = blocks[0], blocks[-1]
+    first = blocks[0]
+    last = blocks[-1]
     found = {FRONT: (0, [*layers[:first]])}
     for layer in layers[first : last + 1]:
         found.setdefault(layer.sort, (1, [layer]))
     found[BEHIND] = THREE_STAGES - 1, [*layers[last + 1 :]]
     return found
-
-
-def sorts_of(layers: Sequence[Layer]) -> list[str]:
-    """Return the sorts of the layers between the first and the last block, in order."""
-    blocks = [at for at, layer in enumerate(layers) if layer.is_block]
-    return [layer.sort for layer in layers[blocks[0] : blocks[-1] + 1]]
 
 
 def _record(runner: StageRunner, number: int, layers: Sequence[Layer]) -> LayerRecord:
@@ -157,11 +153,11 @@ def _values_of(record: LayerRecord) -> dict[str, Any]:
 
 
 _NUMBERS = ("parameters", "of_experts", "kept", "at_work")
-_KINDS = {"computed": Computed, "begun": Begun, "awaited": Awaited}
+_KINDS = {"computed": Call, "begun": Begun, "awaited": Awaited}
 
 
 def _event_values(event: Event) -> list[Any]:
-    if isinstance(event, Computed):
+    if isinstance(event, Call):
         work = event.work
         dtype = str(work.dtype).removeprefix("torch.")
         return [
@@ -192,5 +188,7 @@ def _event_of(kind: str, *values: Any) -> Event:
     found = getattr(torch, dtype)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{dtype} is no dtype")
-    work = Work(tuple(Product(*product) for product in products), scores, nbytes, found)
-    return Computed(name, implementation, work)
+    work = CallWork(
+        tuple(Product(*product) for product in products), scores, nbytes, found
+    )
+    return Call(name, implementation, work)

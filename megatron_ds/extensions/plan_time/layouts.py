@@ -1,4 +1,4 @@
-"""`Layout`: what a search may change of a run, and all layouts of a number of ranks.
+"""`RunLayout`: what a search may change of a run, and all layouts of a number of ranks.
 
 A layout that the rules of the configuration refuse is not one. Nothing else is known here: neither time nor memory.
 """
@@ -32,7 +32,7 @@ ZERO = "zero.stage"
 
 
 @dataclass(frozen=True, order=True)
-class Layout:
+class RunLayout:
     """Ranks of each axis, stages of each pipeline rank, sequences of a micro-batch, recomputation and ZeRO."""
 
     tp: int
@@ -78,7 +78,9 @@ class Layout:
         return " ".join(words)
 
 
-def layouts(config: RunConfig, ranks: int, devices_per_host: int) -> Iterator[Layout]:
+def layouts(
+    config: RunConfig, ranks: int, devices_per_host: int
+) -> Iterator[RunLayout]:
     """Yield the layouts of `ranks` ranks for a model. Tensor-parallel ranks are on one host."""
     model = config.model
     experts = max(model.experts, default=0) or 0
@@ -96,7 +98,7 @@ def layouts(config: RunConfig, ranks: int, devices_per_host: int) -> Iterator[La
 
 def _of_grid(
     config: RunConfig, tp: int, pp: int, cp: int, data: int, experts: int
-) -> Iterator[Layout]:
+) -> Iterator[RunLayout]:
     """Yield the layouts on a grid."""
     batch = config.train.global_batch_size or data
     for ep, micro_batch, chunks, recompute, zero in product(
@@ -114,7 +116,7 @@ def _of_grid(
         # Stages 2 and 3 send gradients and weights for each micro-batch of a pipeline.
         if zero > 1 and pp > 1:
             continue
-        yield Layout(tp, pp, chunks, cp, ep, micro_batch, recompute or "", zero)
+        yield RunLayout(tp, pp, chunks, cp, ep, micro_batch, recompute or "", zero)
 
 
 def _divisors(most: int, of: int) -> list[int]:
@@ -129,7 +131,7 @@ def _context_sizes(config: RunConfig, ranks: int) -> list[int]:
     ]
 
 
-def with_layout(config: RunConfig, layout: Layout, ranks: int) -> RunConfig:
+def with_layout(config: RunConfig, layout: RunLayout, ranks: int) -> RunConfig:
     """Return the configuration with a layout, which the rules may refuse."""
     values = {**layout.values(config.model.num_layers), "plan.world_size": ranks}
     return replace(config.with_values(values, SOURCE), world_size=ranks)

@@ -6,6 +6,7 @@ shared by the rings that cross at the same time, so each rank adds its own share
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from ...mpu.grid import Grid
@@ -22,7 +23,7 @@ class Links:
         self.cluster = cluster
         self._grid = grid
         self._rank = rank
-        self._known: dict[tuple[str, int], tuple[float, int]] = {}
+        self._known: dict[tuple[str, int], float] = {}
 
     def seconds(
         self, operation: str, axes: str, size: int, nbytes: float, calls: int = 1
@@ -30,39 +31,39 @@ class Links:
         """Return the seconds of `calls` messages of `nbytes` of payload together, over a group of `size` ranks."""
         if size < 2:
             return 0.0
-        speed, hosts = self._speed(axes, size)
-        rounds = math.ceil(math.log2(size)) if operation != SEND else 1
-        steps = 2 * rounds if operation == "all_reduce" else rounds
         moved = nbytes * RING_FACTOR[operation](size)
-        return moved / speed + calls * steps * self.cluster.latency
+        steps = 1
+        if operation != SEND:
+            steps = math.ceil(math.log2(size))
+        # An all-reduce is a reduce-scatter and an all-gather.
+        if operation == "all_reduce":
+            steps *= 2
+        waits = calls * steps * self.cluster.latency
+        return moved / self._speed(axes, size) + waits
 
-    def _speed(self, axes: str, size: int) -> tuple[float, int]:
-        """(bytes/s of a ring over a group, hosts that it visits)."""
+    def _speed(self, axes: str, size: int) -> float:
+        """Return bytes/s of a ring over a group."""
         key = axes, size
         if key not in self._known:
-            self._known[key] = self._speed_of(self._ranks(axes, size))
+            ranks = self._ranks(axes, size)
+            self._known[key] = self._speed_of(ranks)
         return self._known[key]
 
-    def _speed_of(self, ranks: Sequence[int]) -> tuple[float, int]:
+    def _speed_of(self, ranks: Sequence[int]) -> float:
         cluster = self.cluster
-        on_host: dict[int, int] = {}
-        for rank in ranks:
-            host = int(rank // cluster.devices_per_host)
-            on_host[host] = on_host.get(host, 0) + 1
+        hosts = Counter(int(rank // cluster.devices_per_host) for rank in ranks)
         inside = cluster.inside * cluster.link
-        if len(on_host) == 1:
-            return inside, 1
-        crossing = cluster.outside * cluster.link * min(on_host.values())
-        return min(inside, crossing), len(on_host)
+        if len(hosts) == 1:
+            return inside
+        outside = cluster.outside * cluster.link
+        crossing = outside * min(hosts.values())
+        return min(inside, crossing)
 
     def _ranks(self, axes: str, size: int) -> Sequence[int]:
         """Return the ranks of a group. One that is no product of axes is as near together as its size allows."""
-        grid = self._grid
         names = axes.split("-")
         try:
-            ranks = grid.group_of(self._rank, *names)
+            ranks = self._grid.group_of(self._rank, *names)
         except (KeyError, ValueError, AttributeError):
             return range(size)
-        if len(ranks) == size:
-            return ranks
         return ranks[:size]

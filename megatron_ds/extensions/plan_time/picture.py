@@ -4,23 +4,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import ConfigError
-from .search import Found, Tried
+from ...host.packages import import_extra
+from .search import PlannedLayout, Tried
 
 
 def draw_layouts(
-    path: Path, tried: Sequence[Tried], found: Sequence[Found], memory: float
+    path: Path, tried: Sequence[Tried], found: Sequence[PlannedLayout], memory: float
 ) -> None:
     """Draw each layout as a dot: seconds of a step and bytes of its largest rank; those found have a number.
 
     Raises ConfigError without matplotlib, and for a file that cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "--picture needs matplotlib, which is not installed: "
-            'python -m pip install "megatron_ds[report]"'
-        ) from None
+    matplotlib = import_extra("--picture", "matplotlib", "report")
+    # "Agg" draws without a screen.
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -41,6 +37,7 @@ def draw_layouts(
     )
     for number, one in enumerate(found, 1):
         axes.annotate(str(number), (one.seconds, one.peak / 1e9))
+    # Both axes are logarithmic: layouts differ by factors.
     axes.axhline(memory / 1e9, color="tab:red", linewidth=1, label="memory of a device")
     axes.set(xscale="log", yscale="log", xlabel="seconds of a step")
     axes.set_ylabel("GB of the rank that needs the most")

@@ -1,6 +1,6 @@
 """`StageWork`: what a stage computes and sends for one micro-batch, recorded as its own code runs without memory.
 
-    Computed   a call: its name, the implementation, its work
+    Call   a call: its name, the implementation, its work
     Begun      a message of a group within the layers begins
     Awaited    the code waits for that message
 
@@ -24,18 +24,18 @@ from ...host.fake_cpu import DEVICE_OF
 from ...mpu.group import Group, Traffic
 from ...mpu.group import Work as UnderWay
 from ...ops.kernel_table import work_watched
-from ...ops.work import Product, Work, bytes_of, product_work, tensors_in
+from ...ops.work import CallWork, Product, bytes_of, product_work, tensors_in
 from ...pipeline.instruction import Op
 
 aten = torch.ops.aten
 
 
-class Computed(NamedTuple):
+class Call(NamedTuple):
     """A call. count: calls that it stands for"""
 
     name: str
     implementation: str
-    work: Work
+    work: CallWork
 
 
 class Begun(NamedTuple):
@@ -54,7 +54,7 @@ class Awaited(NamedTuple):
     number: int
 
 
-Event = Computed | Begun | Awaited
+Event = Call | Begun | Awaited
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StageWork:
     def flops(self) -> dict[Op, float]:
         """Phase → FLOPs of products and of attention."""
         return {
-            phase: sum(e.work.flops for e in events if isinstance(e, Computed))
+            phase: sum(e.work.flops for e in events if isinstance(e, Call))
             for phase, events in self.phases.items()
         }
 
@@ -83,7 +83,7 @@ class WorkRecorder(DispatchMode):
         super().__init__()
         self._traffic = traffic
         self._events: list[Event] = []
-        self._later: list[Computed] = []
+        self._later: list[Call] = []
         self._phases: dict[Op, tuple[Event, ...]] = {}
         self._collects_later = False
         self._factor = 1.0
@@ -112,15 +112,15 @@ class WorkRecorder(DispatchMode):
         return StageWork(dict(self._phases))
 
     # ---- calls that no operation of torch shows
-    def called(self, name: str, implementation: str, work: Work) -> None:
+    def called(self, name: str, implementation: str, work: CallWork) -> None:
         """Record a call."""
-        self._events.append(Computed(name, implementation, work.times(self._factor)))
+        self._events.append(Call(name, implementation, work.times(self._factor)))
 
-    def will_differentiate(self, name: str, implementation: str, work: Work) -> None:
+    def will_differentiate(
+        self, name: str, implementation: str, work: CallWork
+    ) -> None:
         """Record the backward of a call in the phase that computes it."""
-        backward = Computed(
-            f"{name} backward", implementation, work.times(self._factor)
-        )
+        backward = Call(f"{name} backward", implementation, work.times(self._factor))
         (self._later if self._collects_later else self._events).append(backward)
 
     def repeats(self, factor: float) -> None:
@@ -193,7 +193,7 @@ def _is_free(function: OpOverload) -> bool:
     return found
 
 
-def _work_of(function: OpOverload, args: tuple, kwargs: dict, result: Any) -> Work:
+def _work_of(function: OpOverload, args: tuple, kwargs: dict, result: Any) -> CallWork:
     """Return the work of a call: products by their sizes, everything else by the bytes of its tensors."""
     known = _PRODUCTS.get(function.overloadpacket)
     if known is not None:
@@ -202,48 +202,50 @@ def _work_of(function: OpOverload, args: tuple, kwargs: dict, result: Any) -> Wo
     made = list(tensors_in((result,)))
     tensors = given + made
     dtype = tensors[0].dtype if tensors else torch.float32
-    return Work(nbytes=sum(map(bytes_of, tensors)), dtype=dtype)
+    return CallWork(nbytes=sum(map(bytes_of, tensors)), dtype=dtype)
 
 
-def _matrices(at: int) -> Callable[[tuple, dict], Work]:
+def _matrices(at: int) -> Callable[[tuple, dict], CallWork]:
     """Return the work of a product whose factors are arguments number `at` and the next."""
     return lambda args, kwargs: product_work(*args[at : at + 2])
 
 
-def _linear(args: tuple, kwargs: dict) -> Work:
+def _linear(args: tuple, kwargs: dict) -> CallWork:
     x, weight = args[:2]
     return product_work(x.flatten(0, -2), weight.t())
 
 
-def _batches(at: int) -> Callable[[tuple, dict], Work]:
-    def work(args: tuple, kwargs: dict) -> Work:
+def _batches(at: int) -> Callable[[tuple, dict], CallWork]:
+    def work(args: tuple, kwargs: dict) -> CallWork:
         a, b = args[at : at + 2]
         count, rows, inner = a.shape
         columns = b.shape[2]
         moved = bytes_of(a) + bytes_of(b) + count * rows * columns * a.element_size()
-        return Work(
+        return CallWork(
             (Product(count, rows, columns, inner),), nbytes=moved, dtype=a.dtype
         )
 
     return work
 
 
-def _attention(at: int, causal_at: int, times: float) -> Callable[[tuple, dict], Work]:
+def _attention(
+    at: int, causal_at: int, times: float
+) -> Callable[[tuple, dict], CallWork]:
     """Return the work of torch's attention whose q, k, v are arguments from `at` on. times: of a forward"""
 
-    def work(args: tuple, kwargs: dict) -> Work:
+    def work(args: tuple, kwargs: dict) -> CallWork:
         q, k, v = args[at : at + 3]
         is_causal = args[causal_at] if len(args) > causal_at else False
         b, n, rows, width = q.shape
         pairs = rows * k.shape[2] * (0.5 if is_causal else 1.0)
         flops = 2.0 * b * n * pairs * (width + v.shape[3])
         moved = 2 * bytes_of(q) + bytes_of(k) + bytes_of(v)
-        return Work(scores=flops, nbytes=moved, dtype=q.dtype).times(times)
+        return CallWork(scores=flops, nbytes=moved, dtype=q.dtype).times(times)
 
     return work
 
 
-_PRODUCTS: dict[Any, Callable[[tuple, dict], Work]] = {
+_PRODUCTS: dict[Any, Callable[[tuple, dict], CallWork]] = {
     aten.mm: _matrices(0),
     aten.addmm: _matrices(1),
     aten.addmm_: _matrices(1),

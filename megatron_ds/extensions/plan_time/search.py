@@ -14,9 +14,9 @@ from ...config import RunConfig
 from ...errors import MegatronDSError
 from ..dry_run.world_plan import plan_world
 from .cluster import Cluster
-from .estimate import Estimate, estimate, seconds_of_sorts
+from .estimate import LayoutEstimate, estimate, seconds_of_sorts
 from .layer_record import LayerRecord, RecordCache, key_of, record_layers
-from .layouts import SOURCE, Layout, is_accepted, layouts, with_layout
+from .layouts import SOURCE, RunLayout, is_accepted, layouts, with_layout
 from .recorded_work import WorkRecorder
 from .step_time import StepTime, step_time
 
@@ -28,16 +28,16 @@ FURTHER = 3  # plans beyond those that are shown, as estimates are not exact
 class Tried:
     """A layout and its estimate."""
 
-    layout: Layout
+    layout: RunLayout
     config: RunConfig
-    estimate: Estimate
+    estimate: LayoutEstimate
 
 
 @dataclass(frozen=True)
-class Found:
+class PlannedLayout:
     """A layout that was planned whole. peak: bytes of the rank that needs the most"""
 
-    layout: Layout
+    layout: RunLayout
     seconds: float
     peak: float
     fits: bool
@@ -69,7 +69,7 @@ class Search:
         wanted = list(
             layouts(self.config, self.ranks, int(self.cluster.devices_per_host))
         )
-        by_record: dict[tuple, list[Layout]] = {}
+        by_record: dict[tuple, list[RunLayout]] = {}
         for layout in wanted:
             by_record.setdefault(layout.record, []).append(layout)
         found: list[Tried] = []
@@ -78,7 +78,7 @@ class Search:
             found += self._tried_of(group)
         return sorted(found, key=lambda tried: tried.estimate.seconds)
 
-    def _tried_of(self, group: Sequence[Layout]) -> list[Tried]:
+    def _tried_of(self, group: Sequence[RunLayout]) -> list[Tried]:
         """Return the estimates of layouts whose layers have the same records."""
         records = self._records(group[0])
         if records is None:
@@ -95,7 +95,7 @@ class Search:
             found.append(Tried(layout, config, estimated))
         return found
 
-    def _records(self, layout: Layout) -> dict[str, LayerRecord] | None:
+    def _records(self, layout: RunLayout) -> dict[str, LayerRecord] | None:
         """Return the records of a layout, from the cache if it has them; None if its layers are refused."""
         data = layout.ep // gcd(layout.ep, layout.cp)
         alone = replace(layout, pp=1, chunks=1, zero=0)
@@ -115,7 +115,7 @@ class Search:
                 self.cache.keep(key, records)
         return records
 
-    def best(self, tried: Sequence[Tried], top: int) -> list[Found]:
+    def best(self, tried: Sequence[Tried], top: int) -> list[PlannedLayout]:
         """Plan the layouts with the best estimates whole; the fastest that fit first, at most `top`."""
         memory = self.cluster.device.memory
         small = [one for one in tried if one.estimate.peak <= MARGIN * memory]
@@ -127,11 +127,11 @@ class Search:
         fitting = [found for found in planned if found.fits]
         return sorted(fitting, key=lambda found: found.seconds)[:top]
 
-    def _planned(self, one: Tried) -> Found:
+    def _planned(self, one: Tried) -> PlannedLayout:
         plan = plan_world(one.config, 0, self.device, WorkRecorder)
         time: StepTime = step_time(plan, self.cluster)
         peak = plan.worst.peak
-        return Found(
+        return PlannedLayout(
             one.layout,
             time.seconds,
             peak,

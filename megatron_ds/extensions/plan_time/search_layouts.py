@@ -27,9 +27,9 @@ from ..dry_run.plan_tables import table
 from ..dry_run.world_plan import with_vocabulary
 from .cluster import Cluster, read_cluster
 from .layer_record import RecordCache
-from .layouts import Layout
+from .layouts import RunLayout
 from .picture import draw_layouts
-from .search import Found, Search
+from .search import PlannedLayout, Search
 
 RECIPES: Provided = Provided("recipe configuration")
 
@@ -103,7 +103,7 @@ def _bar(what: str, items: Iterable, total: int) -> Iterable:
 
 
 def _lines(
-    found: Sequence[Found], tried: int, config: RunConfig, cluster: Cluster
+    found: Sequence[PlannedLayout], tried: int, config: RunConfig, cluster: Cluster
 ) -> Iterable[str]:
     """Yield the table of the layouts and the flags of the fastest."""
     memory = cluster.device.memory / 1e9
@@ -130,7 +130,7 @@ def _lines(
 COLUMNS = ("tp", "pp", "chunks", "cp", "ep", "batch", "recompute", "zero")
 
 
-def _cells(layout: Layout) -> list[str]:
+def _cells(layout: RunLayout) -> list[str]:
     return [
         str(layout.tp),
         str(layout.pp),

@@ -1,6 +1,6 @@
 """Seconds of a phase of a stage: its events, on a device that computes and sends at the same time.
 
-Computed   the device is busy until it is done
+Call   the device is busy until it is done
 Begun      the message starts when the messages before it have arrived and the device has come so far
 Awaited    the device waits until that message has arrived
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from .device import Device
 from .link_time import Links
-from .recorded_work import Awaited, Begun, Computed, Event
+from .recorded_work import Awaited, Begun, Call, Event
 from .work_time import seconds_of
 
 
@@ -28,11 +28,13 @@ class PhaseTime:
 
 def phase_time(events: Iterable[Event], device: Device, links: Links) -> PhaseTime:
     """Return the time of a phase."""
+    # `clock` is when the device is free, `sent` when the last message has arrived.
     found = PhaseTime()
-    clock = sent = 0.0
+    clock = 0.0
+    sent = 0.0
     arrivals: dict[int, tuple[float, str]] = {}
     for event in events:
-        if isinstance(event, Computed):
+        if isinstance(event, Call):
             seconds = seconds_of(event.work, device)
             kind = kind_of(event)
             found.by_kind[kind] = found.by_kind.get(kind, 0.0) + seconds
@@ -43,6 +45,7 @@ def phase_time(events: Iterable[Event], device: Device, links: Links) -> PhaseTi
             )
             arrivals[event.number] = sent, event.axes
         elif isinstance(event, Awaited):
+            # A message that has arrived costs nothing.
             arrival, axes = arrivals.get(event.number, (clock, ""))
             waited = max(0.0, arrival - clock)
             if waited:
@@ -52,7 +55,7 @@ def phase_time(events: Iterable[Event], device: Device, links: Links) -> PhaseTi
     return found
 
 
-def kind_of(event: Computed) -> str:
+def kind_of(event: Call) -> str:
     """Return what a call mostly does: "products", "attention" or "other"."""
     if event.work.scores:
         return "attention"

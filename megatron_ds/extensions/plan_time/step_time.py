@@ -53,7 +53,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.pipeline + self.reduction + self.update + self.gather
 
     @cached_property
@@ -139,6 +139,7 @@ TRAFFIC = {
 
 def step_time(plan: WorldPlan, cluster: Cluster) -> StepTime:
     """Return the time of a step of a plan whose stages were recorded."""
+    # What each phase of each stage takes.
     links = Links(cluster, plan.grid, plan.rank)
     ranks = plan.pipeline_ranks
     phases = _phases(plan, cluster, links, ranks)
@@ -149,6 +150,7 @@ def step_time(plan: WorldPlan, cluster: Cluster) -> StepTime:
             return phases[i.stage][i.op].seconds
         return message if i.op in SENDS else 0.0
 
+    # The schedule with these times, and what ends behind its last backward.
     simulation = simulate(plan.schedule, cost)
     pipeline = simulation.span
     behind = max(

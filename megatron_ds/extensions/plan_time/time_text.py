@@ -20,7 +20,11 @@ from .step_time import StepTime, step_time
 
 BAR = 40  # characters of a whole step
 DAY = 86400.0
-MULTIPLE = 64  # of channels of a head, at which products run at full speed
+HOURS = 24  # of a day
+TERA = 1e12
+MULTIPLE = (
+    16  # of channels of a head: tiles of products of other widths are partly empty
+)
 THIN_RANKS = 8
 
 
@@ -62,23 +66,31 @@ def _rows(time: StepTime) -> Iterator[str]:
     """Yield seconds, speed, days and cost."""
     config = time.plan.config
     tokens = time.samples * config.model.seq_length
-    peak = time.peak
+    each_second = tokens / time.seconds
+    each_day = each_second * DAY
+    speed = time.flops_per_device / TERA
     yield f"  a step         {time.seconds:10.3f} s    {tokens:,} tokens"
-    yield f"  tokens         {tokens / time.seconds:10,.0f} /s   {tokens / time.seconds * DAY / 1e9:,.2f} G a day"
-    yield (
-        f"  model FLOP/s   {time.flops_per_device / 1e12:10.1f} T a device, MFU {time.mfu:.1%}"
-    )
+    yield f"  tokens         {each_second:10,.0f} /s   {each_day / 1e9:,.2f} G a day"
+    yield f"  model FLOP/s   {speed:10.1f} T a device, MFU {time.mfu:.1%}"
+    # What is recomputed keeps the devices busy, and is no work of the model.
     if time.plan.again_flops:
         hardware = time.hardware_flops_per_device
-        yield f"  with recomputed {hardware / 1e12:9.1f} T a device, {hardware / peak:.1%} of the peak"
-    steps = last_step(config)
-    if steps:
-        days = steps * time.seconds / DAY
-        devices = days * time.plan.grid.world_size
-        cost = ""
-        if time.cluster.dollars_per_hour:
-            cost = f", ${devices * 24 * time.cluster.dollars_per_hour:,.0f}"
-        yield f"  {steps:,} steps: {days:,.2f} days, {devices:,.1f} device-days{cost}"
+        share = hardware / time.peak
+        yield (
+            f"  with recomputed {hardware / TERA:9.1f} T a device, "
+            f"{share:.1%} of the peak"
+        )
+    steps = last_step(config) + 1
+    yield _training_line(time, steps)
+
+
+def _training_line(time: StepTime, steps: int) -> str:
+    """Return days and cost of all steps."""
+    days = steps * time.seconds / DAY
+    devices = days * time.plan.grid.world_size
+    dollars = devices * HOURS * time.cluster.dollars_per_hour
+    cost = f", ${dollars:,.0f}" if dollars else ""
+    return f"  {steps:,} steps: {days:,.2f} days, {devices:,.1f} device-days{cost}"
 
 
 def _bars(time: StepTime) -> Iterator[str]:
@@ -89,9 +101,12 @@ def _bars(time: StepTime) -> Iterator[str]:
 
 
 def _fit_line(plan: WorldPlan, memory: float) -> str:
-    peak = plan.worst.peak
-    word = "fits" if peak <= memory else "does not fit"
-    return f"  {word} {memory / 1e9:.0f} GB: rank {plan.worst.rank} needs about {peak / 1e9:.1f} GB"
+    worst = plan.worst
+    word = "fits" if worst.peak <= memory else "does not fit"
+    needed = worst.peak / 1e9
+    return (
+        f"  {word} {memory / 1e9:.0f} GB: rank {worst.rank} needs about {needed:.1f} GB"
+    )
 
 
 def _warnings(plan: WorldPlan) -> Iterator[str]:

@@ -12,22 +12,25 @@ from functools import lru_cache
 
 import torch
 
-from ...ops.work import Product, Work
+from ...ops.work import CallWork, Product
 from .device import Device
 
 # (rows, columns, share of the speed of large tiles)
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.75))
 
 
-def seconds_of(work: Work, device: Device) -> float:
+def seconds_of(work: CallWork, device: Device) -> float:
     """Return the seconds of one call."""
     constants = device.constants
-    moving = work.nbytes / (device.bandwidth * constants.memory)
+    bandwidth = device.bandwidth * constants.memory
+    moving = work.nbytes / bandwidth
     peak = device.peak_of(work.dtype)
-    computing = work.scores / (peak * constants.attention)
+    speed = peak * constants.attention
+    computing = work.scores / speed
     for product in work.products:
         computing += product_seconds(product, work.dtype, device)
-    return max(moving, computing) + constants.launch
+    longest = max(moving, computing)
+    return longest + constants.launch
 
 
 @lru_cache(maxsize=100_000)
@@ -35,16 +38,20 @@ def _tiled_flops(product: Product, processors: int) -> float:
     """Return the FLOPs for which a product keeps the device busy: whole rounds of whole tiles, in large tiles."""
     found = math.inf
     for rows, columns, share in TILES:
-        tiles = math.ceil(product.rows / rows) * math.ceil(product.columns / columns)
-        rounds = math.ceil(product.number * tiles / processors)
-        whole = rounds * processors * rows * columns * 2.0 * product.inner
+        down = math.ceil(product.rows / rows)
+        across = math.ceil(product.columns / columns)
+        rounds = math.ceil(product.number * down * across / processors)
+        of_tile = 2.0 * rows * columns * product.inner
+        whole = rounds * processors * of_tile
         found = min(found, whole / share)
     return found
 
 
 def product_seconds(product: Product, dtype: torch.dtype, device: Device) -> float:
     """Return the seconds of products of matrices, without their launch."""
-    speed = device.peak_of(dtype) * device.constants.product
+    peak = device.peak_of(dtype)
+    speed = peak * device.constants.product
     if not device.processors:
         return product.flops / speed
-    return _tiled_flops(product, int(device.processors)) / speed
+    processors = int(device.processors)
+    return _tiled_flops(product, processors) / speed

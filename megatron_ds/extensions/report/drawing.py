@@ -59,11 +59,15 @@ def chart(title: str, runs: Sequence[Run]) -> str | None:
     for number, run in enumerate(runs):
         for kind in kinds:
             records = run.last_of_steps(kind)
-            values = [_or_nan(record.get(field)) for record in records]
+            numbers = (record.get(field) for record in records)
+            values = [*map(_or_nan, numbers)]
             if all(map(math.isnan, values)):
                 continue
             steps = [record["step"] for record in records]
-            style = STYLES[kind] | {"color": colour(number)}
+            style = {
+                **STYLES[kind],
+                "color": colour(number),
+            }
             curve = (steps, values, style)
             drawn.append(curve)
     return curves(title, drawn) if drawn else None
@@ -74,7 +78,8 @@ def curves(title: str, drawn: Sequence[Curve]) -> str:
     figure, [axes] = new_figure(INCHES)
     for steps, values, style in drawn:
         axes.plot(steps, values, **style)
-    if axes.get_legend_handles_labels()[0]:
+    labelled, _ = axes.get_legend_handles_labels()
+    if labelled:
         axes.legend(frameon=False, ncols=3, fontsize="small")
     # Words stay words, which a page can search and colour.
     from matplotlib import rc_context

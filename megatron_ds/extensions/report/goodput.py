@@ -75,6 +75,14 @@ class _Process:
             before = record["step"]
 
 
+# Part → the field of a record with its seconds.
+BETWEEN_STEPS = {
+    "evaluation": "eval_seconds",
+    "saves": "save_seconds",
+    "measuring": "measuring_seconds",
+}
+
+
 def goodput(run: Run) -> Goodput:
     """Return how the wall time of the run was spent."""
     processes = _processes(run)
@@ -100,9 +108,8 @@ def goodput(run: Run) -> Goodput:
             parts["repeated"] += computing * lost
         # Evaluations and saves are between the steps.
         for record in process.records:
-            parts["evaluation"] += record.get("eval_seconds", 0.0)
-            parts["saves"] += record.get("save_seconds", 0.0)
-            parts["measuring"] += record.get("measuring_seconds", 0.0)
+            for part, field in BETWEEN_STEPS.items():
+                parts[part] += record.get(field, 0.0)
     wall = processes[-1].end - processes[0].began
     parts["unexplained"] = wall - sum(parts.values())
     return Goodput(wall, parts)

@@ -17,7 +17,7 @@ from .goodput import PARTS, Goodput, goodput
 from .paragraph import paragraph
 from .pipeline_time import PipelineTime, pipeline_time, trace_folder
 from .recorded_run import Run, titles
-from .reduction import Number, Row, differences, rows
+from .reduction import Number, RunNumbers, differences, rows
 
 PART_COLOURS = dict(
     zip(
@@ -103,21 +103,23 @@ class Shown:
         return None if self.trace is None else pipeline_time(self.trace)
 
     @property
-    def step_times(self) -> list[Row]:
+    def step_times(self) -> list[RunNumbers]:
         """The step of `pipeline`, planned and measured: ranks follow, since an uneven load shows only there."""
         if self.pipeline is None:
             return []
         both = (self.pipeline.planned, self.pipeline.measured)
         found = [
-            Row("span", "step", SECONDS, [times.span for times in both]),
-            Row("bubble", "bubble", SHARE, [times.bubble for times in both]),
+            RunNumbers("span", "step", SECONDS, [times.span for times in both]),
+            RunNumbers("bubble", "bubble", SHARE, [times.bubble for times in both]),
         ]
         for rank, busy in enumerate(zip(*(times.busy for times in both))):
-            found.append(Row(f"busy-{rank}", f"rank {rank} computes", SECONDS, [*busy]))
+            found.append(
+                RunNumbers(f"busy-{rank}", f"rank {rank} computes", SECONDS, [*busy])
+            )
         return found
 
     @property
-    def memory(self) -> list[Row]:
+    def memory(self) -> list[RunNumbers]:
         """MiB by owner, planned and measured, of --record-memory-history; empty without it."""
         records = [r for r in self.run.records if r["kind"] == "memory"]
         if not records:
@@ -127,7 +129,9 @@ class Shown:
         found = {owner: (planned[owner], measured[owner]) for owner in planned}
         found["all"] = (sum(planned.values()), sum(measured.values()))
         return [
-            Row(f"bytes-{owner}", owner, "{:,.2f}", [count / MIB for count in counts])
+            RunNumbers(
+                f"bytes-{owner}", owner, "{:,.2f}", [count / MIB for count in counts]
+            )
             for owner, counts in found.items()
         ]
 
@@ -155,10 +159,10 @@ class Shown:
         """Headings of the columns that the layers have."""
         return [head for head in COLUMNS if COLUMNS[head][0] in self.expert_curves]
 
-    def of_layer(self, layer: int, head: str) -> Row:
+    def of_layer(self, layer: int, head: str) -> RunNumbers:
         """Return the number of a layer in a column, at the end of the run."""
         metric, form, reduce = COLUMNS[head]
         points = self.expert_curves[metric][layer]
         value: Number = reduce(values_of(points))
         name = f"{head.replace(', ', '-')}-{layer}"
-        return Row(name, head, form, [value])
+        return RunNumbers(name, head, form, [value])

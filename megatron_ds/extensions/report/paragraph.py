@@ -13,6 +13,19 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 # Kind of an evaluation → its noun in a sentence.
 SPLITS = {"validation": "validation loss", "test": "test loss"}
 
+# Parts of sentences, filled from the record `about` of a run.
+MODEL = "A {model} model with {parameters:,} parameters"
+TRAINED = ", of which {trained:,} are trained"
+LAYERS = ": {of_layers} of width {width:,} with {of_heads}"
+EXPERTS = " and up to {experts:,} experts"
+TOKENS = (
+    ", a vocabulary of {vocabulary:,} tokens, and sequences of {sequence:,} tokens."
+)
+TRAINING = "It was trained{data} by {optimizer} in {dtype}, with {samples} a step."
+MACHINE = "It ran on {ranks}{axes} with ZeRO stage {zero}, on {device} of host {host}."
+STEPS = "It made {step:,} of {steps:,} steps, {tokens:,} tokens, in {time}"
+LOSSES = "The training loss went from {:.4f} to {:.4f}"
+
 
 def paragraph(run: Run, spent: Goodput) -> str:
     """Return the sentences. What a file of an earlier version does not have is left out."""
@@ -35,16 +48,17 @@ def duration(seconds: float) -> str:
 def _what(about: Mapping[str, Any]) -> Iterator[str]:
     if not about:
         return
-    text = f"A {about['model']} model with {about['parameters']:,} parameters"
+    parts = [MODEL]
     if about["trained"] != about["parameters"]:
-        text += f", of which {about['trained']:,} are trained"
-    text += f": {counted(about['layers'], 'layer')} of width {about['width']:,}"
-    text += f" with {counted(about['heads'], 'head')}"
+        parts.append(TRAINED)
+    parts.append(LAYERS)
     if about["experts"]:
-        text += f" and up to {about['experts']:,} experts"
-    yield (
-        f"{text}, a vocabulary of {about['vocabulary']:,} tokens, and sequences of "
-        f"{about['sequence']:,} tokens."
+        parts.append(EXPERTS)
+    parts.append(TOKENS)
+    yield "".join(parts).format(
+        **about,
+        of_layers=counted(about["layers"], "layer"),
+        of_heads=counted(about["heads"], "head"),
     )
 
 
@@ -52,19 +66,21 @@ def _how(run: Run) -> Iterator[str]:
     about = run.about
     if not about:
         return
-    data = f" on {_listed(about['data'])}" if about["data"] else ""
-    yield (
-        f"It was trained{data} by {about['optimizer']} in {about['dtype']}, with "
-        f"{counted(about['batch'], 'sample')} a step."
+    data = about["data"]
+    yield TRAINING.format(
+        **{**about, "data": f" on {_listed(data)}" if data else ""},
+        samples=counted(about["batch"], "sample"),
     )
     # Axes of the mesh that divide nothing are left out.
     machine = run.environment
-    ranks = counted(int(machine["ranks"]), "rank")
-    axes = " × ".join(f"{axis} {size}" for axis, size in about["layout"].items())
-    layout = f" as {axes}" if axes else ""
-    yield (
-        f"It ran on {ranks}{layout} with ZeRO stage {about['zero']}, on {machine['device']} of host "
-        f"{machine['host']}."
+    sizes = about["layout"].items()
+    axes = " × ".join(f"{axis} {size}" for axis, size in sizes)
+    yield MACHINE.format(
+        ranks=counted(int(machine["ranks"]), "rank"),
+        axes=f" as {axes}" if axes else "",
+        zero=about["zero"],
+        device=machine["device"],
+        host=machine["host"],
     )
 
 
@@ -73,15 +89,20 @@ def _how_long(run: Run, spent: Goodput) -> Iterator[str]:
     if step is None:
         yield "It has no log line of a step yet."
         return
-    steps = last(run, "train", "steps")
-    tokens = last(run, "train", "tokens")
-    text = f"It made {step:,} of {steps:,} steps, {tokens:,} tokens, in {duration(spent.wall)}"
+    text = STEPS.format(
+        step=step,
+        steps=last(run, "train", "steps"),
+        tokens=last(run, "train", "tokens"),
+        time=duration(spent.wall),
+    )
     # Wall times of files that have them.
     times = [record["time"] for record in run.records if "time" in record]
     if times:
-        text += f", until {datetime.fromtimestamp(times[-1], UTC):%Y-%m-%d %H:%M} UTC"
-    if processes(run) > 1:
-        text += f", in {processes(run)} processes one after another"
+        end = datetime.fromtimestamp(times[-1], UTC)
+        text += f", until {end:%Y-%m-%d %H:%M} UTC"
+    count = processes(run)
+    if count > 1:
+        text += f", in {count} processes one after another"
     yield f"{text}."
     if spent.wall > 0:
         kept = spent.parts["training"] / spent.wall
@@ -92,13 +113,15 @@ def _how_well(run: Run) -> Iterator[str]:
     losses = known(run, "train", "loss")
     if not losses:
         return
-    text = f"The training loss went from {losses[0]:.4f} to {losses[-1]:.4f}"
+    text = LOSSES.format(losses[0], losses[-1])
     for split, noun in SPLITS.items():
         values = known(run, split, "loss")
-        if values:
-            text += f", the {noun} is {values[-1]:.4f}"
-        if values and min(values) < values[-1]:
-            text += f" (at best {min(values):.4f})"
+        if not values:
+            continue
+        text += f", the {noun} is {values[-1]:.4f}"
+        best = min(values)
+        if best < values[-1]:
+            text += f" (at best {best:.4f})"
     yield f"{text}."
     # Most runs have no such steps.
     trouble = {
@@ -117,8 +140,11 @@ def counted(number: int, noun: str) -> str:
 
 def _listed(names: list[str], most: int = 4) -> str:
     """Return the names; of many the first, and how many others there are."""
-    if len(names) > most:
-        return f"{', '.join(names[:most])} and {len(names) - most:,} others"
     if len(names) == 1:
         return names[0]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    shown = names[:-1]
+    final = names[-1]
+    if len(names) > most:
+        shown = names[:most]
+        final = f"{len(names) - most:,} others"
+    return " and ".join([", ".join(shown), final])

@@ -152,7 +152,7 @@ NUMBERS: dict[str, tuple[str, str, Callable[[Run], Number]]] = {
 }
 
 
-class Row(NamedTuple):
+class RunNumbers(NamedTuple):
     """A number of each run. name, label, form: as in `NUMBERS`"""
 
     name: str
@@ -161,12 +161,12 @@ class Row(NamedTuple):
     values: list[Number]
 
 
-def rows(runs: Sequence[Run]) -> Iterator[Row]:
+def rows(runs: Sequence[Run]) -> Iterator[RunNumbers]:
     """The numbers that some run has."""
     for name, (label, form, reduce) in NUMBERS.items():
         values = [reduce(run) for run in runs]
         if any(value is not None for value in values):
-            yield Row(name, label, form, values)
+            yield RunNumbers(name, label, form, values)
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:

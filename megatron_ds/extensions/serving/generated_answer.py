@@ -49,12 +49,14 @@ class GeneratedAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises RefusedRequest before an answer has begun."""
+        # The room of a job is that of its prompts and of all it may generate.
         reply = self._reply
         requests = [part.request for part in reply.parts]
         size = sum(len(one.tokens) + one.max_new_tokens for one in requests)
         with self._loop.submit(requests) as job:
             watch = asyncio.create_task(_leave(receive, job))
             grown = grow(job, [part.text for part in reply.parts])
+            # A stream sends parts as they grow; others wait for the whole.
             try:
                 if isinstance(reply, OpenAIReply) and reply.streams:
                     scope[STREAMS] = True

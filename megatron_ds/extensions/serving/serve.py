@@ -36,6 +36,7 @@ from megatron_ds.extensions.generation.generator import Generator
 from megatron_ds.extensions.generation.saved_flags import saved_flags
 from megatron_ds.extensions.serving.generation_loop import GenerationLoop
 from megatron_ds.extensions.serving.served_model import ServedModel
+from megatron_ds.host.packages import missing_package
 from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.agree import on_one_rank
 from megatron_ds.training.distributed import joined
@@ -148,9 +149,8 @@ def service_class() -> Any:
     try:
         from megatron_ds.extensions.serving.http_service import HttpService
     except ImportError as error:
-        raise ConfigError(
-            f"serving needs the package {error.name}, which is not installed in this Python: pip install "
-            "'megatron_ds[serve]'"
+        raise missing_package(
+            "megatron-ds serve", error.name or "starlette", "serve", error
         ) from None
     return HttpService
 

@@ -148,16 +148,20 @@ class TrainRecord(Record):
         """Return the fields that fit the width; numbers of skipped and NaN steps only if they are not 0."""
         left = clock(self.eta_seconds)
         parts = [
-            Part(f"step {self.step}/{self.steps}"),
-            Part(f"loss {self.loss:.4f}"),
+            LineField(f"step {self.step}/{self.steps}"),
+            LineField(f"loss {self.loss:.4f}"),
             *_parts_over_layers(self.metrics),
-            Part(f"grad norm {self.grad_norm:.3f}", 1),
-            Part(f"lr {self.learning_rate:.2e}", 2),
-            Part(rate(self.tokens_per_second), 3),
-            *([] if self.mfu is None else [Part(f"{self.mfu:.1%} MFU", 5)]),
-            *([Part(f"{self.skipped_steps} skipped")] if self.skipped_steps else []),
-            *([Part(f"{self.nan_steps} NaN")] if self.nan_steps else []),
-            Part(f"ETA {left}", 6),
+            LineField(f"grad norm {self.grad_norm:.3f}", 1),
+            LineField(f"lr {self.learning_rate:.2e}", 2),
+            LineField(rate(self.tokens_per_second), 3),
+            *([] if self.mfu is None else [LineField(f"{self.mfu:.1%} MFU", 5)]),
+            *(
+                [LineField(f"{self.skipped_steps} skipped")]
+                if self.skipped_steps
+                else []
+            ),
+            *([LineField(f"{self.nan_steps} NaN")] if self.nan_steps else []),
+            LineField(f"ETA {left}", 6),
         ]
         return fitted(parts, width)
 
@@ -210,11 +214,15 @@ class EvalRecord(Record):
         """Return the fields that fit the width."""
         perplexity = self.perplexity
         parts = [
-            Part(f"{self.split} at step {self.step}"),
-            Part(f"loss {self.loss:.4f}"),
+            LineField(f"{self.split} at step {self.step}"),
+            LineField(f"loss {self.loss:.4f}"),
             *_parts_over_layers(self.metrics),
-            *([] if perplexity is None else [Part(f"perplexity {perplexity:.2f}", 1)]),
-            Part(f"{self.eval_seconds:.2f} s", 5),
+            *(
+                []
+                if perplexity is None
+                else [LineField(f"perplexity {perplexity:.2f}", 1)]
+            ),
+            LineField(f"{self.eval_seconds:.2f} s", 5),
         ]
         return fitted(parts, width)
 
@@ -226,7 +234,7 @@ class EvalRecord(Record):
         return values
 
 
-class Part(NamedTuple):
+class LineField(NamedTuple):
     """A field of a line for terminals. order: of those that are left out on a narrow one, the largest goes first; 0:
     always shown"""
 
@@ -234,7 +242,7 @@ class Part(NamedTuple):
     order: int = 0
 
 
-def fitted(parts: Sequence[Part], width: int) -> str:
+def fitted(parts: Sequence[LineField], width: int) -> str:
     """Return the parts in their order, without those that do not fit: of equal ones the last goes first."""
     shown = list(parts)
     while True:
@@ -252,9 +260,9 @@ def clock(seconds: float) -> str:
     return tqdm.format_interval(round(seconds))
 
 
-def _parts_over_layers(metrics: Mapping[str, float]) -> list[Part]:
+def _parts_over_layers(metrics: Mapping[str, float]) -> list[LineField]:
     values = over_layers(metrics)
-    return [Part(f"{name} {mean:.4f}", 4) for name, mean in values.items()]
+    return [LineField(f"{name} {mean:.4f}", 4) for name, mean in values.items()]
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:

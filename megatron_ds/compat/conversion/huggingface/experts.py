@@ -14,6 +14,7 @@ So our weight is theirs times k / L. Where all layers have the same load, and wi
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ....config.options.layer_pattern import MOST_LAYERS
@@ -32,6 +33,72 @@ EXPERT_KEYS = frozenset(
     }
 )
 AUX_LOSS = 0.001  # router_aux_loss_coef where it is absent
+
+
+@dataclass(frozen=True)
+class BiasedExperts:
+    """Experts that are chosen by a sigmoid and a bias of each, as in GLM-4.5 and dots.llm1.
+
+    n_routed_experts         num_experts
+    first_k_dense_replace    moe_layer_freq: the first layers are dense
+    n_shared_experts         moe_shared_expert_intermediate_size, in widths of an expert
+    """
+
+    theirs: str = "n_routed_experts"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return our options. Raises CheckpointError."""
+        names = (
+            self.theirs,
+            "num_experts_per_tok",
+            "n_shared_experts",
+            "moe_intermediate_size",
+            "num_hidden_layers",
+        )
+        for name in names:
+            if type(settings.get(name)) is not int or settings[name] < 1:
+                raise CheckpointError(
+                    f"{name} is {settings.get(name)!r}, not a number from 1 up"
+                )
+        number, topk, shared, width, layers = (settings[name] for name in names)
+        if not 2 <= topk <= number:
+            raise CheckpointError(
+                f"num_experts_per_tok is {topk}, and a layer has {number} experts, of which a token has 2 or more: "
+                "the weight of a single one is 1 there and its sigmoid here"
+            )
+        dense = settings.get("first_k_dense_replace", 0)
+        if type(dense) is not int or not 0 <= dense < layers <= MOST_LAYERS:
+            raise CheckpointError(
+                f"first_k_dense_replace is {dense!r}, not a number of layers below {layers}"
+            )
+        pattern = [0] * dense + [1] * (layers - dense)
+        return {
+            "num_experts": (number,),
+            "moe_router_topk": topk,
+            "moe_shared_expert_intermediate_size": shared * width,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+        } | ({"moe_layer_freq": str(pattern)} if dense else {})
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return their settings; {} without experts."""
+        numbers = [number for number in model.experts if number]
+        if not numbers:
+            return {}
+        shared = model.moe_shared_expert_intermediate_size or 0
+        return {
+            self.theirs: numbers[0],
+            "num_experts_per_tok": model.moe_router_topk,
+            "n_shared_experts": shared // model.expert_ffn_size,
+            "first_k_dense_replace": model.experts.index(numbers[0]),
+        }
+
+
+# What `BiasedExperts` reads beside its first setting, and what changes no output.
+BIASED_KEYS = frozenset(
+    "num_experts_per_tok n_shared_experts first_k_dense_replace output_router_logits".split()
+)
 
 
 def expert_options(settings: Settings) -> dict[str, Any]:

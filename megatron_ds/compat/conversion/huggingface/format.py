@@ -30,6 +30,7 @@ from ..family import (
     entries_of,
     initial,
     listing,
+    matches,
     missing,
     model_of,
     replaced,
@@ -46,6 +47,7 @@ from ..published import published
 from ..run_values import LOWER_CASE, TOKENIZER_CONFIG
 from .families import FAMILIES, REFUSED
 from .keys import ROTARY_KEYS
+from .rules import layer_frequency
 from .windows import skip_frequency
 
 # A module of `special_tokens` and `END_NAMES`.
@@ -269,12 +271,12 @@ def _differences(family: Family, model: ModelConfig) -> list[str]:
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
-    """Return `model_identity`, with one spelling of the layers that have a window."""
-    return model_identity(
-        replace(model, window_attn_skip_freq=skip_frequency(model.windowed))
-        if any(model.windowed)
-        else model
-    )
+    """Return `model_identity`, with one spelling of the layers that have a window, and of those without positions."""
+    if any(model.windowed):
+        model = replace(model, window_attn_skip_freq=skip_frequency(model.windowed))
+    if any(model.unrotated):
+        model = replace(model, no_rope_freq=layer_frequency(model.unrotated))
+    return model_identity(model)
 
 
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
@@ -287,19 +289,14 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     # Without --dtype the weights take the dtype of the source's config.json.
     default = settings.get("dtype") or settings.get("torch_dtype")
     name = wishes.dtype or (default if default in DTYPES else "float32")
-    rounded = (
-        sum(tensor.dtype == torch.float32 for tensor in theirs.values())
-        if name != "float32"
-        else 0
-    )
     entries = [
-        TensorEntry(
-            key,
-            tensor.shape,
-            DTYPES[name] if tensor.dtype.is_floating_point else tensor.dtype,
-        )
+        TensorEntry(key, tensor.shape, _dtype_of(key, tensor, DTYPES[name], family))
         for key, tensor in theirs.items()
     ]
+    rounded = sum(
+        tensor.dtype == torch.float32 != entry.dtype
+        for entry, tensor in zip(entries, theirs.values(), strict=True)
+    )
     # Readers see the folder only when it is complete.
     with published(folder) as hidden:
         write_folder(
@@ -331,6 +328,13 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
             f"left out, because the format has no place for it: {', '.join(others)}"
         )
     return lines
+
+
+def _dtype_of(
+    name: str, tensor: StoredTensor, wanted: torch.dtype, family: Family
+) -> torch.dtype:
+    is_kept = tensor.dtype == torch.float32 and matches(name, family.precise)
+    return tensor.dtype if is_kept or not tensor.dtype.is_floating_point else wanted
 
 
 def _values(

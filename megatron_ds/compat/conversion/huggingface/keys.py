@@ -36,6 +36,8 @@ WITHOUT_EFFECT = frozenset(
     slow_but_exact attention_softmax_in_fp32 masked_softmax_fusion skip_bias_add skip_bias_add_qkv
     init_device norm_type learned_pos_emb attn_impl embedding_fraction emb_pdrop init_config verbose
     bias_dropout_fusion offset_alibi unk_token_id tokenizer_name cache_implementation _sliding_window_pattern
+    inference_runner validate_runner_input pre_allocate_kv_cache pad_key_length max_batch_size
+    max_sequence_length scale_attention_softmax_in_fp32
     begin_suppress_tokens epsilon_cutoff eta_cutoff encoder_repetition_penalty
     """.split()
 )
@@ -119,8 +121,12 @@ def _padding(known: set[str], settings: Settings) -> str:
     )
 
 
+# A setting of the families that leave out layers in training.
+WITH_LAYER_DROP = {"enable_bias", "scale_embedding"}
+
+
 def _layer_drop(known: set[str], settings: Settings) -> str:
-    rate = settings.get("layerdrop") if "enable_bias" in known else None
+    rate = settings.get("layerdrop") if known & WITH_LAYER_DROP else None
     return (
         f"layerdrop {rate}: transformers leaves out whole layers at random in training; here all layers "
         "are computed"
@@ -141,14 +147,22 @@ def _jitter(known: set[str], settings: Settings) -> str:
     )
 
 
+# Families whose embeddings have no dropout: one of their settings → that of the residuals, where absent 0.1.
+BARE_EMBEDDINGS = {
+    "enable_bias": ("dropout", "OPT"),
+    "attention_out_bias": ("residual_dropout", "Seed-OSS"),
+}
+
+
 def _dropout_of_embeddings(known: set[str], settings: Settings) -> str:
-    rate = settings.get("dropout", 0.1) if "enable_bias" in known else None
-    return (
-        f"dropout {rate} is --hidden-dropout, which is applied to the embeddings too; in OPT of "
-        "transformers it is not"
-        if rate
-        else ""
-    )
+    for name in BARE_EMBEDDINGS.keys() & known:
+        setting, family = BARE_EMBEDDINGS[name]
+        if rate := settings.get(setting, 0.1):
+            return (
+                f"{setting} {rate} is --hidden-dropout, which is applied to the embeddings too; in {family} of "
+                "transformers it is not"
+            )
+    return ""
 
 
 def _rope(known: set[str], settings: Settings) -> str:
@@ -198,8 +212,30 @@ def _aux_loss(known: set[str], settings: Settings) -> str:
     )
 
 
+def _predicted_tokens(known: set[str], settings: Settings) -> str:
+    names = "num_nextn_predict_layers", "num_mtp_layers"
+    number = next((settings[name] for name in names if settings.get(name)), 0)
+    if not number or "n_routed_experts" not in known:
+        return ""
+    return (
+        f"{names[0]} {number}: layers that predict later tokens are not computed, as in transformers; if the files "
+        "have their tensors, allow them with --allow-unused"
+    )
+
+
+def _expert_bias(known: set[str], settings: Settings) -> str:
+    if "n_routed_experts" not in known:
+        return ""
+    return (
+        "e_score_correction_bias: transformers does not move it in training, and --moe-router-bias-update-rate "
+        "is 0 unless it is given"
+    )
+
+
 RULES: tuple[Callable[[set[str], Settings], str], ...] = (
     _aux_loss,
+    _predicted_tokens,
+    _expert_bias,
     _rope,
     _dropout_of_embeddings,
     _layer_drop,

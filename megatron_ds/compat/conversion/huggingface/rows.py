@@ -3,6 +3,8 @@
 Names are those of the files that `save_pretrained` writes. Conv1D weights of GPT-2 are [in, out].
 """
 
+from dataclasses import replace
+
 from ....config.options.model import ModelConfig
 from ..family import Row
 from ..packings import (
@@ -15,6 +17,7 @@ from ..packings import (
     QKV_ROWS,
     QKV_SPLIT,
     ROWS_FROM_2,
+    SAME,
     TRANSPOSED,
 )
 
@@ -36,7 +39,7 @@ def _llama_layers(norms: str = "model.layers.{i}") -> tuple[Row, ...]:
     return (
         Row(WORDS, "model.embed_tokens.weight"),
         Row("output_layer.weight", "lm_head.weight"),
-        Row("decoder.final_layernorm.weight", "model.norm.weight"),
+        Row("decoder.final_layernorm.{leaf}", "model.norm.{leaf}"),
         _layer("input_layernorm", f"{norms}.input_layernorm"),
         _layer(
             "self_attention.linear_qkv",
@@ -55,6 +58,24 @@ LLAMA_ROWS = (
     *_llama_layers(),
     _layer("mlp.linear_fc1", f"{MLP}.gate_proj", f"{MLP}.up_proj", packing=GATE_UP),
     _layer("mlp.linear_fc2", f"{MLP}.down_proj"),
+)
+GLM_ROWS = (
+    *_llama_layers(),
+    _layer("post_self_attn_layernorm", "model.layers.{i}.post_self_attn_layernorm"),
+    _layer("post_mlp_layernorm", "model.layers.{i}.post_mlp_layernorm"),
+    _layer("mlp.linear_fc1", f"{MLP}.gate_up_proj"),
+    _layer("mlp.linear_fc2", f"{MLP}.down_proj"),
+)
+# Feed-forwards without a gate.
+UNGATED_ROWS = (
+    *_llama_layers(),
+    _layer("mlp.linear_fc1", f"{MLP}.up_proj"),
+    _layer("mlp.linear_fc2", f"{MLP}.down_proj"),
+)
+STARCODER2_ROWS = (
+    *_llama_layers(),
+    _layer("mlp.linear_fc1", f"{MLP}.c_fc"),
+    _layer("mlp.linear_fc2", f"{MLP}.c_proj"),
 )
 SPARSE = "model.layers.{i}.block_sparse_moe"
 MIXTRAL_ROWS = (
@@ -86,6 +107,17 @@ QWEN_MOE_ROWS = (
     ),
     _layer("mlp.shared_experts.linear_fc2", f"{MLP}.shared_expert.down_proj"),
     Row(f"{LAYER}mlp.shared_experts.gate_weight", f"{MLP}.shared_expert_gate.weight"),
+)
+BIASED_MOE_ROWS = (
+    Row(f"{LAYER}mlp.router.expert_bias", f"{MLP}.gate.e_score_correction_bias"),
+    _layer(
+        "mlp.shared_experts.linear_fc1",
+        f"{MLP}.shared_experts.gate_proj",
+        f"{MLP}.shared_experts.up_proj",
+        packing=GATE_UP,
+    ),
+    _layer("mlp.shared_experts.linear_fc2", f"{MLP}.shared_experts.down_proj"),
+    *QWEN_MOE_ROWS,
 )
 GPT_OSS_ROWS = (
     *_llama_layers(),
@@ -131,6 +163,8 @@ GPT2_ROWS = (
     _layer("mlp.linear_fc1", "transformer.h.{i}.mlp.c_fc", packing=TRANSPOSED),
     _layer("mlp.linear_fc2", "transformer.h.{i}.mlp.c_proj", packing=TRANSPOSED),
 )
+# The projections are no Conv1D; rows of one group, or of a key for each query, are ours.
+GPT_BIGCODE_ROWS = tuple(replace(row, packing=SAME) for row in GPT2_ROWS)
 NEOX = "gpt_neox.layers.{i}"
 GPT_NEOX_ROWS = (
     Row(WORDS, "gpt_neox.embed_in.weight"),
@@ -248,6 +282,27 @@ OPT_ROWS = (
     _layer("pre_mlp_layernorm", f"{OPTS}.final_layer_norm"),
     _layer("mlp.linear_fc1", f"{OPTS}.fc1"),
     _layer("mlp.linear_fc2", f"{OPTS}.fc2"),
+)
+BIOGPTS = "biogpt.layers.{i}"
+BIOGPT_ROWS = (
+    Row(WORDS, "biogpt.embed_tokens.weight"),
+    Row("output_layer.weight", "output_projection.weight"),
+    Row(
+        "embedding.position_embeddings.weight",
+        "biogpt.embed_positions.weight",
+        ROWS_FROM_2,
+    ),
+    Row("decoder.final_layernorm.{leaf}", "biogpt.layer_norm.{leaf}"),
+    _layer("input_layernorm", f"{BIOGPTS}.self_attn_layer_norm"),
+    _layer(
+        "self_attention.linear_qkv",
+        *(f"{BIOGPTS}.self_attn.{part}_proj" for part in "qkv"),
+        packing=QKV_SPLIT,
+    ),
+    _layer("self_attention.linear_proj", f"{BIOGPTS}.self_attn.out_proj"),
+    _layer("pre_mlp_layernorm", f"{BIOGPTS}.final_layer_norm"),
+    _layer("mlp.linear_fc1", f"{BIOGPTS}.fc1"),
+    _layer("mlp.linear_fc2", f"{BIOGPTS}.fc2"),
 )
 BERT = "encoder.layers.{i}."
 BERT_LAYER = "bert.encoder.layer.{i}"

@@ -1,13 +1,16 @@
 """Entries of tables of settings (`settings_table.py`) whose options follow from several settings, or from one by
 a formula."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from ....config.options.layer_pattern import MOST_LAYERS
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
 from .rotary import THETA, rotary_options, rotary_settings
+from .windows import USUAL, layers_by_pattern
 
 Settings = Mapping[str, Any]
 
@@ -37,32 +40,48 @@ class Derived:
 class EmbeddingDropout:
     """The setting embd_pdrop. Embeddings have the same dropout as the residuals here, resid_pdrop.
 
-    default of both
+    default of both; residual: the setting of the residuals
     """
 
     default: float
     theirs: str = "embd_pdrop"
+    residual: str = "resid_pdrop"
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
-        """Return {}: the entry of resid_pdrop sets the option."""
+        """Return {}: the entry of the residuals sets the option."""
         return {}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
-        """Return {embd_pdrop: rate}."""
+        """Return {their setting: rate}."""
         return {self.theirs: model.hidden_dropout}
 
     def note_of(self, settings: Settings) -> str:
         """Return a sentence if the two settings differ; "" if they are equal."""
         own, others = (
             self.default if settings.get(name) is None else settings[name]
-            for name in (self.theirs, "resid_pdrop")
+            for name in (self.theirs, self.residual)
         )
         if own == others:
             return ""
         return (
-            f"embd_pdrop {own} is not followed: --hidden-dropout, which is resid_pdrop {others} unless it is given, "
-            "is applied to the embeddings too"
+            f"{self.theirs} {own} is not followed: --hidden-dropout, which is {self.residual} {others} unless it is "
+            "given, is applied to the embeddings too"
         )
+
+
+@dataclass(frozen=True)
+class MultiQuery:
+    """The setting multi_query of GPT-BigCode: one key and value for all queries, or one for each."""
+
+    theirs: str = "multi_query"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return {num_query_groups: 1}; {} for a key for each query."""
+        return {"num_query_groups": 1} if settings.get(self.theirs, True) else {}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return {multi_query: whether there is one group}."""
+        return {self.theirs: model.query_groups == 1}
 
 
 @dataclass(frozen=True)
@@ -200,6 +219,131 @@ class MptAttention:
             or 0,  # transformers takes a whole number
         }
         return {self.theirs: fixed | own}
+
+
+@dataclass(frozen=True)
+class Multiplier:
+    """A factor, or with `divides` a divisor, that is a number above 0.
+
+    absent: their value where the setting is absent
+    """
+
+    theirs: str
+    ours: str
+    absent: float = 1.0
+    divides: bool = False
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return {our option: factor}. Raises CheckpointError."""
+        value = settings.get(self.theirs)
+        if value is None:
+            value = self.absent
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
+            raise CheckpointError(f"{self.theirs} is {value!r}, not a number above 0")
+        return {self.ours: 1 / value if self.divides else float(value)}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return {their setting: number}; the reciprocal of a reciprocal is written as it was."""
+        value = getattr(model, self.ours)
+        if not self.divides:
+            return {self.theirs: value}
+        return {self.theirs: float(f"{1 / value:.15g}")}
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """The setting attention_multiplier of Granite, which scores are multiplied by."""
+
+    theirs: str = "attention_multiplier"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return {softmax_scale: value}. Raises CheckpointError."""
+        return Multiplier(self.theirs, "softmax_scale").option_of(settings)
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return {attention_multiplier: number}."""
+        scale = model.softmax_scale
+        return {self.theirs: model.head_dim**-0.5 if scale is None else scale}
+
+
+@dataclass(frozen=True)
+class UnrotatedListed:
+    """no_rope_layers of SmolLM3, 1 for each layer with rotary positions; if it is absent, all but every N-th have
+    them, N being no_rope_layer_interval."""
+
+    theirs: str = "no_rope_layers"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return {no_rope_freq: layers}; {} where all are rotated. Raises CheckpointError."""
+        count = settings.get("num_hidden_layers")
+        if type(count) is not int or not 0 < count <= MOST_LAYERS:
+            return {}  # another entry of the table reports it
+        rotated = settings.get(self.theirs)
+        if rotated is None:
+            every = settings.get("no_rope_layer_interval", 4)
+            if type(every) is not int or every < 1:
+                raise CheckpointError(
+                    f"no_rope_layer_interval is {every!r}, not a number of layers"
+                )
+            rotated = [int((i + 1) % every != 0) for i in range(count)]
+        if (
+            not isinstance(rotated, list)
+            or len(rotated) != count
+            or any(value not in (0, 1) for value in rotated)
+        ):
+            raise CheckpointError(
+                f"{self.theirs} is {rotated!r}, not 1 or 0 for each of {count} layers"
+            )
+        return unrotated_option([not value for value in rotated])
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return {no_rope_layers: list}."""
+        return {self.theirs: [int(not unrotated) for unrotated in model.unrotated]}
+
+
+@dataclass(frozen=True)
+class UnrotatedWithoutWindow:
+    """The layers without rotary positions of Cohere 2, which are those without a window."""
+
+    theirs: str = "layer_types"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return {no_rope_freq: layers}; {} where all have a window. Raises CheckpointError."""
+        count = settings.get("num_hidden_layers")
+        if type(count) is not int or not 0 < count <= MOST_LAYERS:
+            return {}  # another entry of the table reports it
+        if settings.get("sliding_window", USUAL) is None:
+            raise CheckpointError(
+                "sliding_window is None, and a model without positions in any layer is not read"
+            )
+        return unrotated_option(
+            [not has_window for has_window in layers_by_pattern(settings, count)]
+        )
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return {}: the entry of windows writes layer_types."""
+        return {}
+
+
+def unrotated_option(unrotated: Sequence[bool]) -> dict[str, Any]:
+    """Return {no_rope_freq: N or a list}; {} where all layers are rotated. Raises CheckpointError."""
+    if all(unrotated):
+        raise CheckpointError("no layer has rotary positions")
+    if not any(unrotated):
+        return {}
+    return {"no_rope_freq": layer_frequency(unrotated)}
+
+
+def layer_frequency(chosen: Sequence[bool]) -> str:
+    """Return N if each Nth layer is chosen and no other, else a list."""
+    every = [*chosen].index(True) + 1
+    if all(is_in == ((i + 1) % every == 0) for i, is_in in enumerate(chosen)):
+        return str(every)
+    return str([int(is_in) for is_in in chosen])
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,30 @@ from typing import Any
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
 from ..settings_table import options_of, settings_of
-from .experts import EXPERT_KEYS, expert_options, expert_settings
+from .experts import BIASED_KEYS, EXPERT_KEYS, expert_options, expert_settings
 from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
 from .tables import (
+    BIOGPT,
+    COHERE2,
+    DOTS1,
     FALCON,
     GEMMA2,
     GEMMA3,
+    GLM,
+    GLM4,
+    GLM4_MOE,
     GPT_NEOX,
     GPT_OSS,
     GPTJ,
     MPT,
+    NEMOTRON,
     PHI,
     ROTARY,
     ROUTED,
+    SMOLLM3,
+    STABLELM,
 )
 from .windows import FULL, Window
 
@@ -42,8 +51,17 @@ DEFAULTS = {
     "phi3": {SHARE: 1.0},
     "mixtral": {"rope_theta": 1e6},
     "gpt_oss": {"rope_theta": 150000.0},
+    "glm": {SHARE: 0.5},
+    "glm4": {SHARE: 0.5},
+    "glm4_moe": {SHARE: 0.5},
+    "nemotron": {SHARE: 0.5},
+    "stablelm": {SHARE: 0.25},
+    "ernie4_5": {"rope_theta": 500000.0},
+    "helium": {"rope_theta": 100000.0},
+    "cohere": {"rope_theta": 500000.0},
+    "smollm3": {"rope_theta": 2000000.0},
 }
-PARTLY = (GPT_NEOX, PHI)
+PARTLY = (GPT_NEOX, PHI, GLM, GLM4, GLM4_MOE, NEMOTRON, STABLELM)
 # Other names of settings, which transformers renames when it reads them, by model_type.
 ALIASES = {
     "bloom": {
@@ -57,6 +75,14 @@ ALIASES = {
         "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions",
     },
+    "gpt_bigcode": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+    "glm4_moe": {"num_local_experts": "n_routed_experts"},
+    "dots1": {"num_local_experts": "n_routed_experts"},
     "falcon": {"n_embed": "hidden_size"},
     "mpt": {
         "hidden_size": "d_model",
@@ -100,6 +126,38 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
     },
+    "glm": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408,
+    },
+    "dots1": {
+        "num_key_value_heads": 32,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 1408,
+        "max_window_layers": 62,
+    },
+    "helium": {"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8},
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "seed_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_dropout": 0.1,
+    },
+    "arcee": {"rms_norm_eps": 1e-5},
+    "nemotron": {"initializer_range": 0.0134},
+    "stablelm": {"num_key_value_heads": 32},
+    "starcoder2": {"num_key_value_heads": 2, "initializer_range": 0.018042},
+    "biogpt": {"max_position_embeddings": 1024},
+    "smollm3": {"num_key_value_heads": 4},
+    "cohere2": {"sliding_window_pattern": 4},
+    "ministral": {"num_key_value_heads": 8},
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
@@ -131,6 +189,11 @@ BESIDE_TABLES = (
     ),
     (GPTJ, {"rotary", "scale_attn_weights"}),
     (MPT, {"resid_pdrop"}),
+    (GLM4_MOE, BIASED_KEYS | {"num_nextn_predict_layers", "num_mtp_layers"}),
+    (DOTS1, BIASED_KEYS),
+    (SMOLLM3, {"no_rope_layer_interval"}),
+    (COHERE2, {"sliding_window_pattern"}),
+    (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values
 )
 
 

@@ -1,19 +1,26 @@
 """Settings of each family in `config.json` of Hugging Face, as tables (`settings_table.py`)."""
 
 from ..settings_table import Fixed, Key, Only
+from .experts import BiasedExperts
 from .rules import (
     Derived,
     EmbeddingDropout,
     FalconBlock,
     MptAttention,
+    Multiplier,
+    MultiQuery,
     QueryScalar,
     RotaryByWindow,
     RotaryDim,
+    ScoreScale,
+    UnrotatedListed,
+    UnrotatedWithoutWindow,
 )
 from .windows import (
     Window,
     layers_by_pattern,
     layers_from_first,
+    layers_or_all,
     listed_layers,
 )
 
@@ -29,6 +36,8 @@ GELUS = {
     "gelu_fast": "gelu",
     "relu": "relu",
 }
+TANH = "gelu_pytorch_tanh"
+TANH_GELUS = {TANH: "gelu", **GELUS}
 ROTARY = Fixed("position_embedding_type", "rope")
 
 
@@ -53,17 +62,22 @@ def _tied(default: bool) -> Key:
     )
 
 
+FFN = Key("intermediate_size", "ffn_size", option="ffn_hidden_size")
+GROUPS = Key("num_key_value_heads", "query_groups", None, option="num_query_groups")
+HEAD_DIM = Key("head_dim", "head_dim", None, option="kv_channels")
+ATTENTION_DROPOUT = Key("attention_dropout", "attention_dropout", 0.0)
+DEVIATION = Key("initializer_range", "init_method_std", 0.02)
 # What all descendants of Llama have.
-GROUPED = (
+RMS = (
     *_sizes(),
     Fixed("normalization", "RMSNorm"),
-    Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
-    Key("num_key_value_heads", "query_groups", None, option="num_query_groups"),
-    Key("head_dim", "head_dim", None, option="kv_channels"),
+    FFN,
+    GROUPS,
+    HEAD_DIM,
     Key("rms_norm_eps", "norm_epsilon", 1e-6),
-    Key("attention_dropout", "attention_dropout", 0.0),
-    Key("initializer_range", "init_method_std", 0.02),
+    DEVIATION,
 )
+GROUPED = (*RMS, ATTENTION_DROPOUT)
 SWIGLU = Key("hidden_act", "activation", "silu", {"silu": "swiglu"})
 LLAMA = (
     *GROUPED,
@@ -92,6 +106,22 @@ QWEN_MOE = (
     Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
     Key("norm_topk_prob", "moe_router_pre_softmax", False, {True: False, False: True}),
 )
+BIASED_MOE = (
+    *LLAMA,
+    *NO_BIAS,
+    BiasedExperts(),
+    Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
+    Key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+    Only("norm_topk_prob", (True,)),
+    Only("n_group", (1,), why="groups of experts"),
+    Only("topk_group", (1,), why="groups of experts"),
+)
+GLM4_MOE = (
+    *BIASED_MOE,
+    Key("attention_bias", "add_qkv_bias", False),
+    Key("use_qk_norm", "qk_layernorm", False),
+)
+DOTS1 = (*BIASED_MOE, *QK_NORM[1:], Window(has_switch=False, layers=layers_from_first))
 SHARED = (
     Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     Fixed("moe_shared_expert_gate", True),
@@ -114,11 +144,167 @@ GPT_OSS = (
     Window(128, has_switch=False, layers=layers_by_pattern, hides=False),
 )
 
-GPT2 = (
+PLAIN = (*GROUPED, ROTARY, _tied(False), Fixed("hidden_dropout", 0.0))
+NEIGHBOURS = Fixed("rotary_interleaved", True)
+GLM = (
+    *LLAMA,
+    *NO_BIAS,
+    NEIGHBOURS,
+    Key("attention_bias", "add_qkv_bias", True),
+)
+GLM4 = (*GLM, Fixed("norm_after_sublayer", True))
+HELIUM = (
+    *LLAMA,
+    *NO_BIAS,
+    NEIGHBOURS,
+    Key("attention_bias", "add_qkv_bias", False),
+    Only("mlp_bias", (False,)),
+)
+ERNIE = (
+    *RMS,
+    ROTARY,
+    _tied(True),
+    SWIGLU,
+    NEIGHBOURS,
+    Fixed("attention_dropout", 0.0),
+    Fixed("hidden_dropout", 0.0),
+    Key("use_bias", "add_bias_linear", False),
+)
+SEED_OSS = (
+    *GROUPED,
+    ROTARY,
+    _tied(False),
+    SWIGLU,
+    *NO_BIAS,
+    Key("attention_bias", "add_qkv_bias", True),
+    Only("attention_out_bias", (False,)),
+    Only("mlp_bias", (False,)),
+    Key("residual_dropout", "hidden_dropout", 0.1),
+)
+GRANITE = (
+    *LLAMA,
+    *LLAMA_BIAS,
+    ScoreScale(),
+    Multiplier("embedding_multiplier", "embedding_multiplier"),
+    Multiplier("residual_multiplier", "residual_multiplier"),
+    Multiplier("logits_scaling", "logit_multiplier", divides=True),
+)
+SMOLLM3 = (
+    *GROUPED,
+    ROTARY,
+    _tied(True),
+    SWIGLU,
+    *LLAMA_BIAS,
+    Fixed("hidden_dropout", 0.0),
+    UnrotatedListed(),
+    Only("use_sliding_window", (False,)),
+)
+COHERE_BASE = (
+    *_sizes(),
+    ROTARY,
+    _tied(True),
+    SWIGLU,
+    *NO_BIAS,
+    NEIGHBOURS,
+    FFN,
+    GROUPS,
+    Fixed("use_parallel_residual", True),
+    Fixed("shared_block_norm", True),
+    Fixed("use_bias_in_norms", False),
+    Fixed("hidden_dropout", 0.0),
+    Key("layer_norm_eps", "norm_epsilon", 1e-5),
+    Multiplier("logit_scale", "logit_multiplier", 0.0625),
+    ATTENTION_DROPOUT,
+    DEVIATION,
+    Only("attention_bias", (False,)),
+)
+COHERE = (
+    *COHERE_BASE,
+    Only("use_qk_norm", (False,), why="weights of its own for the norm of each head"),
+)
+COHERE2 = (
+    *COHERE_BASE,
+    UnrotatedWithoutWindow(),
+    Window(has_switch=False, layers=layers_by_pattern, hides=False),
+)
+RELU2 = Key("hidden_act", "activation", "relu2", {"relu2": "squared_relu"})
+ARCEE = (*PLAIN, *LLAMA_BIAS, RELU2)
+MINISTRAL = (*LLAMA, *NO_BIAS, Window(has_switch=False, layers=layers_or_all))
+NEMOTRON = (
+    *_sizes(),
+    ROTARY,
+    _tied(False),
+    *LLAMA_BIAS,
+    RELU2,
+    FFN,
+    GROUPS,
+    HEAD_DIM,
+    Fixed("apply_layernorm_1p", True),
+    Fixed("hidden_dropout", 0.0),
+    Key("norm_eps", "norm_epsilon", 1e-5),
+    ATTENTION_DROPOUT,
+    DEVIATION,
+)
+STABLELM = (
+    *_sizes(),
+    ROTARY,
+    _tied(False),
+    SWIGLU,
+    *NO_BIAS,
+    FFN,
+    GROUPS,
+    Fixed("hidden_dropout", 0.0),
+    Key("use_qkv_bias", "add_qkv_bias", False),
+    Key("use_parallel_residual", "use_parallel_residual", False),
+    Key("use_parallel_residual", "shared_block_norm", False),
+    Key("layer_norm_eps", "norm_epsilon", 1e-5),
+    ATTENTION_DROPOUT,
+    DEVIATION,
+    Only("qk_layernorm", (False,), why="weights of its own for the norm of each head"),
+    Only("hidden_dropout", (0.0,), why="dropout behind the feed-forward alone"),
+)
+STARCODER2 = (
+    *_sizes(),
+    ROTARY,
+    _tied(True),
+    FFN,
+    GROUPS,
+    Key("use_bias", "add_bias_linear", True),
+    Key("norm_epsilon", "norm_epsilon", 1e-5),
+    Key("hidden_act", "activation", TANH, TANH_GELUS),
+    Key("residual_dropout", "hidden_dropout", 0.0),
+    EmbeddingDropout(0.0, "embedding_dropout", "residual_dropout"),
+    ATTENTION_DROPOUT,
+    DEVIATION,
+    Window(None, has_switch=False),
+)
+BIOGPT = (
+    *_sizes(),
+    _tied(True),
+    FFN,
+    Fixed("norm_epsilon", 1e-5),
+    Derived("hidden_size", "embedding_multiplier", lambda width: width**0.5),
+    Key("hidden_act", "activation", "gelu", GELUS),
+    Key("hidden_dropout_prob", "hidden_dropout", 0.1),
+    Key("attention_probs_dropout_prob", "attention_dropout", 0.1),
+    DEVIATION,
+    Only("scale_embedding", (True,)),
+    Only("activation_dropout", (0.0,), why="dropout inside of the feed-forward"),
+)
+GPT2_BASE = (
     *_sizes("n_layer", "n_embd", "n_head", "n_positions"),
     _tied(True),
     Key("n_inner", "ffn_size", None, option="ffn_hidden_size"),
     Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    Key("resid_pdrop", "hidden_dropout", 0.1),
+    EmbeddingDropout(0.1),
+    Key("attn_pdrop", "attention_dropout", 0.1),
+    DEVIATION,
+    Only("scale_attn_weights", (True,)),
+    Only("add_cross_attention", (False, None)),
+)
+GPT2 = (
+    *GPT2_BASE,
     Key(
         "activation_function",
         "activation",
@@ -130,26 +316,25 @@ GPT2 = (
             "relu": "relu",
         },
     ),
-    Key("resid_pdrop", "hidden_dropout", 0.1),
-    EmbeddingDropout(0.1),
-    Key("attn_pdrop", "attention_dropout", 0.1),
-    Key("initializer_range", "init_method_std", 0.02),
-    Only("scale_attn_weights", (True,)),
     Only("scale_attn_by_inverse_layer_idx", (False,)),
-    Only("add_cross_attention", (False, None)),
+)
+GPT_BIGCODE = (
+    *GPT2_BASE,
+    Key("activation_function", "activation", TANH, TANH_GELUS),
+    MultiQuery(),
 )
 GPT_NEOX = (
     *_sizes(),
     ROTARY,
     _tied(False),
-    Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
+    FFN,
     Key("layer_norm_eps", "norm_epsilon", 1e-5),
     Key("hidden_act", "activation", "gelu", GELUS),
     Key("use_parallel_residual", "use_parallel_residual", True),
     Only("attention_bias", (True,)),
     Key("hidden_dropout", "hidden_dropout", 0.0),
-    Key("attention_dropout", "attention_dropout", 0.0),
-    Key("initializer_range", "init_method_std", 0.02),
+    ATTENTION_DROPOUT,
+    DEVIATION,
 )
 PHI3 = (
     *GROUPED,
@@ -172,7 +357,6 @@ GEMMA_BASE = (
     Only("attention_bias", (False,)),
     Only("use_bidirectional_attention", (False, None)),
 )
-TANH = "gelu_pytorch_tanh"
 GEMMA = (
     *GEMMA_BASE,
     ROTARY,
@@ -217,7 +401,7 @@ GPTJ = (
     Key("resid_pdrop", "hidden_dropout", 0.0),
     EmbeddingDropout(0.0),
     Key("attn_pdrop", "attention_dropout", 0.0),
-    Key("initializer_range", "init_method_std", 0.02),
+    DEVIATION,
 )
 PHI = (
     *_sizes(),
@@ -225,15 +409,15 @@ PHI = (
     _tied(False),
     *PARALLEL,
     Fixed("output_layer_bias", True),
-    Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
-    Key("num_key_value_heads", "query_groups", None, option="num_query_groups"),
+    FFN,
+    GROUPS,
     Key("layer_norm_eps", "norm_epsilon", 1e-5),
     Key("hidden_act", "activation", "gelu_new", GELUS),
     Key("qk_layernorm", "qk_layernorm", False),
     Key("resid_pdrop", "hidden_dropout", 0.0),
     EmbeddingDropout(0.0),
-    Key("attention_dropout", "attention_dropout", 0.0),
-    Key("initializer_range", "init_method_std", 0.02),
+    ATTENTION_DROPOUT,
+    DEVIATION,
 )
 FALCON = (
     *_sizes(),
@@ -245,8 +429,8 @@ FALCON = (
     Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
     Key("activation", "activation", "gelu", GELUS),
     Key("hidden_dropout", "hidden_dropout", 0.0),
-    Key("attention_dropout", "attention_dropout", 0.0),
-    Key("initializer_range", "init_method_std", 0.02),
+    ATTENTION_DROPOUT,
+    DEVIATION,
     Only(
         "alibi", (False,), why="slopes that are divided by the root of a head's width"
     ),
@@ -259,7 +443,7 @@ MPT = (
     Fixed("use_bias_in_norms", False),
     Fixed("activation", "gelu_exact"),
     Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
-    Key("initializer_range", "init_method_std", 0.02),
+    DEVIATION,
     Only("no_bias", (True,)),
     Only("logit_scale", (None,)),
     Only("expansion_ratio", (4,)),
@@ -272,8 +456,8 @@ BLOOM = (
     Fixed("activation", "gelu"),
     Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
     Key("hidden_dropout", "hidden_dropout", 0.0),
-    Key("attention_dropout", "attention_dropout", 0.0),
-    Key("initializer_range", "init_method_std", 0.02),
+    ATTENTION_DROPOUT,
+    DEVIATION,
     Only(
         "apply_residual_connection_post_layernorm",
         (False,),
@@ -293,7 +477,7 @@ OPT = (
     Fixed("norm_epsilon", 1e-5),
     Key("enable_bias", "add_bias_linear", True),
     Key("dropout", "hidden_dropout", 0.1),
-    Key("attention_dropout", "attention_dropout", 0.0),
+    ATTENTION_DROPOUT,
     Key("init_std", "init_method_std", 0.02),
     Only("do_layer_norm_before", (True,), why="norms after the sums as in OPT-350m"),
     Only("layer_norm_elementwise_affine", (True,)),
@@ -303,12 +487,12 @@ MEGATRON_BERT = (
     *_sizes(),
     _tied(True),
     Fixed("model", "bert"),
-    Key("intermediate_size", "ffn_size", option="ffn_hidden_size"),
+    FFN,
     Key("layer_norm_eps", "norm_epsilon", 1e-12),
     Key("hidden_act", "activation", "gelu", GELUS),
     Key("hidden_dropout_prob", "hidden_dropout", 0.1),
     Key("attention_probs_dropout_prob", "attention_dropout", 0.1),
-    Key("initializer_range", "init_method_std", 0.02),
+    DEVIATION,
     Only("type_vocab_size", (2,)),
     Only("is_decoder", (False,)),
     Only("add_cross_attention", (False,)),

@@ -3,6 +3,8 @@
 A window of W tokens there shows a token itself and the W - 1 before it, which is --window-size W-1,0 here.
 
     mistral, mixtral       sliding_window; null is none. All layers have it
+    starcoder2             the same
+    ministral              the same, and layer_types names the layers; if it is absent, all have it
     qwen3_moe              sliding_window, if use_sliding_window. All layers have it
     qwen2, qwen3           the same, and layer_types names the layers; if it is absent, those from
                            max_window_layers on
@@ -48,6 +50,13 @@ def layers_from_first(settings: Settings, count: int) -> list[bool]:
     if type(first) is not int:
         raise CheckpointError(f"max_window_layers is {first!r}, not a number of layers")
     return [i >= first for i in range(count)]
+
+
+def layers_or_all(settings: Settings, count: int) -> list[bool]:
+    """Return which layers have the window: by layer_types, else all. Raises CheckpointError."""
+    if settings.get("layer_types") is not None:
+        return listed_layers(settings, count)
+    return [True] * count
 
 
 def listed_layers(settings: Settings, count: int) -> list[bool]:

@@ -89,7 +89,6 @@ REFUSED = {
     "num_memory_units": ((None,), "memory"),
     "softmax_type": (("vanilla", "off-by-one", None), "weights of its softmax"),
     "qk_clip": ((False, None), "clipped scores"),
-    "no_rope_freq": ((None, 0), "layers without rotary positions"),
     "rope_type": (("rope", None), "another rotary embedding"),
     "qk_l2_norm": ((False, None), "queries and keys of unit length"),
     "softmax_scale": ((None,), "its own scale of scores"),
@@ -194,6 +193,8 @@ def model_options(
         found["window_size"] = tuple(args["window_size"])
         if freq := args.get("window_attn_skip_freq"):
             found["window_attn_skip_freq"] = str(freq)
+    if freq := args.get("no_rope_freq"):
+        found["no_rope_freq"] = str(freq)
     if bert:
         found |= {
             "model": "bert",
@@ -357,6 +358,8 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
             "window_size": model.window_size,
             "window_attn_skip_freq": [int(windowed) for windowed in model.windowed],
         }
+    if any(model.unrotated):
+        values["no_rope_freq"] = [int(unrotated) for unrotated in model.unrotated]
     if any(model.experts):
         values |= {name: getattr(model, name) for name in OF_EXPERTS}
         values |= {
