@@ -17,6 +17,7 @@ from megatron_ds.compat.conversion.megatron import (
     torch_dist_format,
     torch_format,
 )
+from megatron_ds.compat.conversion.megatron.args import arguments_of, model_options
 from megatron_ds.errors import CheckpointError
 from megatron_ds.models.specs import specs_of
 from tests.harness.legacy_megatron import (
@@ -69,6 +70,13 @@ QWEN = dict(
     position_embedding_type="rope",
     make_vocab_size_divisible_by=8,
 )
+
+
+def test_layers_without_positions_are_read_as_they_are_written():
+    model = model_of(QWEN | {"no_rope_freq": "2"}, "")
+    args = arguments_of(model, 1)
+    assert args["no_rope_freq"] == [0, 1]
+    assert model_options(args, {}, False, 24)["no_rope_freq"] == "[0, 1]"
 
 
 def test_biases_of_qkv_and_the_options_of_adam_are_written(tmp_path):

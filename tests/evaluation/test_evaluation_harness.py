@@ -47,6 +47,13 @@ MODELS = {
     "gpt2": ("GPT2", SIZES),
     "llama": ("Llama", SIZES),
     "mixtral": ("Mixtral", SIZES | dict(num_local_experts=4, sliding_window=None)),
+    "granite": ("Granite", SIZES | dict(residual_multiplier=0.4, logits_scaling=0.6)),
+    "cohere2": ("Cohere2", SIZES | dict(logit_scale=0.8, sliding_window=7)),
+    "glm4_moe": (
+        "Glm4Moe",
+        SIZES
+        | dict(n_routed_experts=4, moe_intermediate_size=16, num_experts_per_tok=2),
+    ),
 }
 LAYOUTS = [
     ("llama", layout)

@@ -70,6 +70,7 @@ FEATURES = {
     "soft caps": f"{LLAMA} --attention-logit-softcapping 0.4 --final-logit-softcapping 2",
     "one norm, biases": "--position-embedding-type rope --rotary-percent 0.34 --use-parallel-residual "
     "--shared-block-norm --output-layer-bias --untie-embeddings-and-output-weights --disable-bias-in-attn-linear",
+    "factors, layers without positions": f"{LLAMA} --residual-multiplier 0.7 --logit-multiplier 2 --no-rope-freq 2",
     "recomputed": "--recompute-granularity full --recompute-method uniform",
 }
 
@@ -224,6 +225,9 @@ CASES = [
     ("llama", "dp=2,zero=3"),
     ("mixtral", "dp=2,ep=2"),
     ("mixtral", "tp=2,pp=2"),
+    ("granite", "tp=2"),
+    ("cohere2", "pp=2"),
+    ("glm4_moe", "dp=2,ep=2"),
 ]
 
 
