@@ -26,8 +26,8 @@ class JoinedRun:
         joined = self.functions(block, x)
         if joined is None:
             return in_sequence(block, x, batch)
-        packed = before(x, joined)
-        attended = joined.attention.attend(packed, batch)
+        # No name holds what attention has read: it is freed before the second half.
+        attended = joined.attention.attend(before(x, joined), batch)
         return after(attended, x, joined)
 
     def functions(
