@@ -73,6 +73,7 @@ class JoinableLayers(NamedTuple):
 def joinable_layers(block: Block) -> JoinableLayers | None:
     """Return the layers of a block as it is now; None with norms or factors of outputs, experts, tiles of the
     feed-forward, an adapter, or another layer of any kind."""
+    # Joined functions have no place for a norm, a factor or experts.
     mlp = block.mlp
     attention = block.self_attention
     if type(mlp) is not MLP or type(attention) is not SelfAttention or mlp.tiles > 1:
@@ -87,6 +88,7 @@ def joinable_layers(block: Block) -> JoinableLayers | None:
     activation = mlp.activation
     if norm_after is None or not isinstance(activation, Bound):
         return None
+    # A layer of another kind may compute something else.
     layers = JoinableLayers(
         attention,
         block.input_layernorm,

@@ -48,6 +48,7 @@ class BiasedExperts:
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Return our options. Raises CheckpointError."""
+        # Sizes are checked before they are multiplied.
         names = (
             self.theirs,
             "num_experts_per_tok",
@@ -61,11 +62,13 @@ class BiasedExperts:
                     f"{name} is {settings.get(name)!r}, not a number from 1 up"
                 )
         number, topk, shared, width, layers = (settings[name] for name in names)
+        # A token has several experts, whose weights are shares of 1.
         if not 2 <= topk <= number:
             raise CheckpointError(
                 f"num_experts_per_tok is {topk}, and a layer has {number} experts, of which a token has 2 or more: "
                 "the weight of a single one is 1 there and its sigmoid here"
             )
+        # The first layers may be dense.
         dense = settings.get("first_k_dense_replace", 0)
         if type(dense) is not int or not 0 <= dense < layers <= MOST_LAYERS:
             raise CheckpointError(
