@@ -60,7 +60,7 @@ def test_a_browser_shows_each_page_and_finds_words_without_a_server(site):
     assert list(look(site, None)) == []
     with Browser() as browser:
         tab = browser.open(f"{(site / 'search.html').as_uri()}?q=deadlock")
-        tab.wait_until("document.querySelector('#search-results li a') !== null")
+        tab.wait_until("document.body.innerText.includes('Search finished')")
         found = tab.run(
             "[...document.querySelectorAll('#search-results li a')].map(a => a.textContent)"
         )
