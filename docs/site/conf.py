@@ -39,6 +39,8 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+# A page without a server cannot fetch others for summaries of what was found.
+html_show_search_summary = False
 html_show_copyright = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "friendly"
