@@ -81,7 +81,7 @@ def signal_in_evaluation(rank: int, *, number: int, victim: int):
 
 @contextlib.contextmanager
 def signal_outside_the_loop(rank: int, *, number: int, at: str, victim: int):
-    """The victim sends itself the signal in start-up ("options_of_checkpoint", "build_replica", "load_run")
+    """The victim sends itself the signal in start-up ("read_flags", "build_replica", "_load")
     or after the last save ("close")."""
     from megatron_ds.mpu.mesh import Mesh
     from megatron_ds.training import pretrain

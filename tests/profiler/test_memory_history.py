@@ -86,7 +86,8 @@ def engine_on_gpu(rank, folder):
         device=torch.device("cuda"),
         grid=SimpleNamespace(world_size=4),
     )
-    return SimpleNamespace(config=SimpleNamespace(profiler=options), mesh=mesh)
+    config = SimpleNamespace(of={ProfilerConfig: options}.get)
+    return SimpleNamespace(config=config, mesh=mesh)
 
 
 def test_the_plan_and_the_file_are_timed_by_themselves(tmp_path, monkeypatch):

@@ -95,7 +95,7 @@ def test_a_missing_package_is_named_with_its_extra(package, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        ConfigError, match=r"pip install 'megatron_ds\[serve\]'"
+        ConfigError, match=r'python -m pip install "megatron_ds\[serve\]"'
     ) as caught:
         serve.run_tool(["--load", "absent"])
     assert f"needs the package {package}" in str(caught.value)

@@ -87,7 +87,7 @@ def test_without_a_save_folder_a_signal_still_ends_the_run_well():
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("at", ["options_of_checkpoint", "build_replica", "load_run"])
+@pytest.mark.parametrize("at", ["read_flags", "build_replica", "_load"])
 def test_a_signal_in_start_up_ends_all_ranks_with_code_0_before_the_first_step(
     tmp_path, at, victim
 ):

@@ -149,9 +149,8 @@ def service_class() -> Any:
     try:
         from megatron_ds.extensions.serving.http_service import HttpService
     except ImportError as error:
-        raise missing_package(
-            "megatron-ds serve", error.name or "starlette", "serve", error
-        ) from None
+        package, *_ = (error.name or "starlette").split(".")
+        raise missing_package("megatron-ds serve", package, "serve", error) from None
     return HttpService
 
 
