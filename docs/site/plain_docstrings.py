@@ -14,7 +14,9 @@ CODE = re.compile(r"`([^`]+)`(?=(\w?))")
 # The mark of an item, or a character that must not have its meaning: a word that ends with _ would be a link.
 SPECIAL = re.compile(r"^\* |[\\*|`]|_(?!\w)", re.MULTILINE)
 
-TEXT, LIST, LAYOUT = "text", "list", "layout"
+TEXT = "text"
+LIST = "list"
+LAYOUT = "layout"
 
 
 def kinds(lines: list[str]) -> list[str]:

@@ -62,7 +62,7 @@ class StepTime:
         config = self.plan.config
         return model_flops(
             layers_of_run(config),
-            self.plan.microbatches * config.train.micro_batch_size * self.plan.grid.dp,
+            self.samples,
             config.model.seq_length,
             config.padded_vocab_size,
         )
