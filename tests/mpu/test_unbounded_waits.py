@@ -31,7 +31,6 @@ THE_WAIT = "the wait itself, or its plain read where there are no other ranks"
 # Beginnings of "file:function", each with the reason. The wing of other programs' dialects is not read.
 ALLOWED = {
     "batch/documents.py:boundaries_of": HOST,
-    "checkpoint/dcp_folder.py:write_dcp_folder": ONE_RANK,
     "checkpoint/storage.py:_write_file": WAITED,
     "data/": HOST,
     "extensions/bert/": HOST,

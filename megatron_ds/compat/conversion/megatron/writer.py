@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from ....checkpoint.dcp_folder import DcpChunk, write_dcp_folder
 from ....checkpoint.folder import TRACKER, name_of
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
@@ -32,6 +31,7 @@ from ..formats import Wishes
 from ..published import published
 from ..run_values import updates_in
 from .args import arguments_of
+from .dcp_folder import DcpChunk, write_dcp_folder
 from .model import CHOICES, MOMENTS, TRAINING
 from .names import VOCABULARY
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from .folder import INDEX_FILE
+from ....checkpoint.folder import INDEX_FILE
 
 
 @dataclass(frozen=True)
