@@ -19,6 +19,12 @@ from megatron_ds.extensions.launch.autotuning import (
     state_bytes,
 )
 from megatron_ds.extensions.launch.command import main
+from megatron_ds.extensions.launch.trial_order import (
+    features,
+    fitted,
+    model_choice,
+    predicted,
+)
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 
@@ -213,3 +219,69 @@ def test_without_a_file_for_the_numbers_an_engine_trains_on(tmp_path):
     for start in (5, 0):
         with pytest.raises(ConfigError, match="Give 1 and a larger number"):
             engine_of(tmp_path / "m.json", start_profile_step=start, end_profile_step=3)
+
+
+# ---- Orders of the trials.
+
+A_MODEL = (
+    0.25,
+    0.05,
+    0.4,
+)  # seconds of a micro-batch, a sample and a pass over the parameters
+
+
+def measured(stage, micro, steps=2):
+    """A trial whose time follows the model exactly."""
+    trial = Trial(stage, micro, steps)
+    seconds = sum(map(math.prod, zip(features(trial), A_MODEL, strict=True)))
+    trial.numbers = {"latency": 1000 * seconds, "throughput": micro * steps / seconds}
+    return trial
+
+
+def test_the_model_of_the_time_is_found_from_trials_that_follow_it():
+    trials = [measured(0, 1), measured(0, 8), measured(2, 4), measured(3, 2, steps=4)]
+    assert fitted(trials) == pytest.approx(A_MODEL)
+    # A time that falls with the samples leaves no negative share.
+    odd = [Trial(0, 1, 1, {"latency": 100.0}), Trial(0, 8, 1, {"latency": 90.0})]
+    assert (fitted(odd) >= 0).all() and predicted(Trial(0, 4, 1), fitted(odd)) > 0
+
+
+def test_the_model_chooses_the_fastest_of_all_that_are_left():
+    left = [Trial(stage, micro, 2) for stage in (1, 2, 3) for micro in (1, 4, 16)]
+    known = [measured(1, 2), measured(3, 2), measured(2, 8)]
+    best = max(
+        left, key=lambda trial: measured(trial.stage, trial.micro).numbers["throughput"]
+    )
+    assert left[model_choice(left, known, "throughput")] is best
+    assert left[model_choice(left, known, "latency")].micro == 1
+    # The first two are the ends of the list.
+    assert model_choice(left, [], "throughput") == 0
+    assert model_choice(left, known[:1], "throughput") == len(left) - 1
+
+
+@pytest.mark.parametrize("tuner", ["random", "model_based"])
+def test_all_stages_are_searched_in_an_order_of_their_own(program, tmp_path, tuner):
+    made = program("all", tuner_type=tuner, max_train_micro_batch_size_per_gpu=8)
+    assert autotune(made, "tune", lambda line: None) == 0
+    trials, best = results(tmp_path)
+    # The fastest is found; stages 2 and 3 fail, with their smallest size at the latest.
+    assert best["zero_optimization"]["stage"] == 1
+    assert best["train_micro_batch_size_per_gpu"] == 8
+    assert "z1_gas2_tmbspg8" in trials
+
+
+def test_the_model_needs_fewer_trials_than_the_grid(program, tmp_path):
+    made = program(
+        [0, 1],
+        tuner_type="model_based",
+        max_train_micro_batch_size_per_gpu=8,
+        tuner_early_stopping=1,
+    )
+    assert autotune(made, "tune", lambda line: None) == 0
+    trials, best = results(tmp_path)
+    assert len(trials) < 6 and best["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_an_unknown_tuner_is_an_error(program):
+    with pytest.raises(ConfigError, match="bayes.*gridsearch, random, model_based"):
+        autotune(program(tuner_type="bayes"), "tune")

@@ -10,6 +10,10 @@ A trial has a ZeRO stage (those of the JSON, "all" for 0 to 3) and a size of mic
 the smallest until a trial fails, until it would need more memory than the device has, or until the metric gets
 less than 5 % better. `run` starts the program with the best JSON at the end; `tune` does not.
 
+That is "tuner_type": "gridsearch". With "random" and "model_based" the trials of all stages have an order of their own
+(trial_order.py). A trial that fails leaves out the larger micro-batches of its stage, and the search ends after
+"tuner_early_stopping" trials of which none was the best so far.
+
 "autotuning.fast": false searches nothing more: bucket sizes change the speed little, and are not tried.
 """
 
@@ -21,11 +25,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from ...features import Provided, missing_wings
+from .trial_order import CHOICES
 
 FOREIGN_JSON: Provided[Any] = Provided("foreign json")
 
@@ -36,6 +42,9 @@ STEPS = "gradient_accumulation_steps"
 STAGES = (0, 1, 2, 3)
 STEP_KEYS = ("start_profile_step", "end_profile_step")
 LEAST_GAIN = 0.05
+TUNERS = ("gridsearch", *CHOICES)
+MOST = 50  # trials, as in DeepSpeed
+PATIENCE = 5  # trials in a row of which none is the best, as in DeepSpeed
 # metric → its name in the file of numbers, and whether more is better
 METRICS = {
     "throughput": ("throughput", True),
@@ -118,11 +127,14 @@ def autotune(
     succeeds.
     """
     metric = _metric(program, mode)
-    # The trials of each stage.
+    tuner = _tuner(program)
     results, exps = _folders(program.tuning)
-    trials: list[Trial] = []
-    for stage in _stages(program.config):
-        trials += _of_stage(program, stage, trials, (results, exps), metric, say)
+    if tuner in CHOICES:
+        trials = _in_order(program, tuner, (results, exps), metric, say)
+    else:
+        trials = []
+        for stage in _stages(program.config):
+            trials += _of_stage(program, stage, trials, (results, exps), metric, say)
     done = [trial for trial in trials if trial.numbers]
     if not done:
         raise ConfigError(
@@ -172,9 +184,13 @@ def plan_lines(program: TunedProgram, mode: str) -> Iterator[str]:
     for stage in stages:
         shown = ", ".join(map(str, sizes))
         yield f"  ZeRO stage {stage}: micro-batches of {shown} samples, {steps} of them in an update"
-    most = program.tuning.get("tuner_num_trials", 50)
-    yield f"  at most {most} trials; a stage ends where a trial fails, where the next would not fit the device, or"
-    yield f"  where {metric} gets less than {LEAST_GAIN:.0%} better"
+    most = program.tuning.get("tuner_num_trials", MOST)
+    tuner = _tuner(program)
+    if tuner in CHOICES:
+        yield f"  at most {most} trials, by {tuner}, until {_patience(program)} in a row are not the best"
+    else:
+        yield f"  at most {most} trials; a stage ends where a trial fails, where the next would not fit the device, or"
+        yield f"  where {metric} gets less than {LEAST_GAIN:.0%} better"
     # The command of the first trial has the path of a JSON that only
     # a search would write.
     yield f"results in {results}, settings in {exps}; trials of an earlier search there are removed"
@@ -196,6 +212,20 @@ def _metric(program: TunedProgram, mode: str) -> str:
             f'"autotuning.metric" is {metric!r}; it must be one of {", ".join(METRICS)}.'
         )
     return metric
+
+
+def _tuner(program: TunedProgram) -> str:
+    """Return how trials are chosen. Raises ConfigError for an unknown name."""
+    tuner = program.tuning.get("tuner_type", "gridsearch")
+    if tuner not in TUNERS:
+        raise ConfigError(
+            f'"autotuning.tuner_type" is {tuner!r}; it must be one of {", ".join(TUNERS)}.'
+        )
+    return tuner
+
+
+def _patience(program: TunedProgram) -> int:
+    return program.tuning.get("tuner_early_stopping", PATIENCE)
 
 
 def settings_of(program: TunedProgram, trial: Trial) -> dict[str, Any]:
@@ -268,7 +298,7 @@ def _of_stage(
 ) -> list[Trial]:
     made: list[Trial] = []
     tuning = program.tuning
-    most = tuning.get("tuner_num_trials", 50)
+    most = tuning.get("tuner_num_trials", MOST)
     is_listed = isinstance(program.config.get(MICRO), list)
     for micro in _micro_batches(program):
         # A micro-batch is tried only within the limits, and if it is expected to fit.
@@ -295,6 +325,62 @@ def _of_stage(
         if not _is_better(made[-2], made[-1], metric):
             break
     return made
+
+
+def _in_order(
+    program: TunedProgram,
+    tuner: str,
+    folders: tuple[Path, Path],
+    metric: str,
+    say: Callable[[str], None],
+) -> list[Trial]:
+    """Make the trials that the tuner chooses, one after the other, and return them."""
+    tuning = program.tuning
+    steps = _steps(program.config)
+    places = product(_stages(program.config), _micro_batches(program))
+    left = [Trial(stage, micro, steps) for stage, micro in places]
+    made: list[Trial] = []
+    best: Trial | None = None
+    without_gain = 0
+    # Each choice knows what was measured before it.
+    while left and len(made) < tuning.get("tuner_num_trials", MOST):
+        measured = [trial for trial in made if trial.numbers]
+        trial = left.pop(CHOICES[tuner](left, measured, metric))
+        ranks = _ranks(made)
+        largest = tuning.get("max_train_batch_size")
+        too_large = largest and trial.micro * steps * ranks > largest
+        if too_large or not fits(trial, made, ranks):
+            say(f"autotuning: {trial.name} is left out: {_why(bool(too_large))}")
+            left = _smaller(left, trial)
+            continue
+        trial.numbers = _run(program, trial, *folders)
+        name, _ = METRICS[metric]
+        say(f"autotuning: {trial.name}: {metric} {trial.numbers.get(name, 'failed')}")
+        made.append(trial)
+        if not trial.numbers:
+            left = _smaller(left, trial)
+            continue
+        # A search that finds nothing better ends.
+        without_gain += 1
+        if best is None or score(trial, metric) > score(best, metric):
+            best = trial
+            without_gain = 0
+        if without_gain >= _patience(program):
+            break
+    return made
+
+
+def _why(too_large: bool) -> str:
+    return "its batch is too large" if too_large else "it would not fit the device"
+
+
+def _smaller(left: Sequence[Trial], failed: Trial) -> list[Trial]:
+    """Return the trials without those of the same stage whose micro-batches are larger."""
+    return [
+        trial
+        for trial in left
+        if trial.stage != failed.stage or trial.micro < failed.micro
+    ]
 
 
 def _ranks(trials: Sequence[Trial]) -> int:
