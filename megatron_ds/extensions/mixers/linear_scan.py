@@ -21,7 +21,7 @@ Shapes: s tokens, b sequences, n heads in g groups that share q and k, dk and dv
 import torch
 import torch.nn.functional as F
 
-from ...ops.kernel_table import FLOATS, Operation, random_generator, random_tensors
+from ...ops.kernel_table import Operation, random_generator, random_tensors
 from ...ops.work import CallWork, Product
 from .chunk_masks import ChunkMasks, chunk_masks
 
