@@ -161,7 +161,7 @@ def block_layers(
             Layer(
                 name,
                 partial(
-                    transformer_block,
+                    mixer.block or transformer_block,
                     config,
                     experts,
                     name,
@@ -176,7 +176,7 @@ def block_layers(
                 recompute=ctx.recompute,
                 noun="block with experts" if experts else "",
                 flops=partial(
-                    block_flops,
+                    mixer.block_flops or block_flops,
                     config,
                     experts,
                     pattern=pattern,
@@ -259,9 +259,20 @@ def transformer_block(
         pattern=pattern,
         comm_type=comm_type,
     )
-    make = partial(_with_experts, experts) if experts else MLP
-    feed_forward = make(config, f"{name}.mlp", ctx, output_std=std)
+    feed_forward = make_feed_forward(config, experts, f"{name}.mlp", ctx, std)
     return Block(config, name, ctx, attention=attention, feed_forward=feed_forward)
+
+
+def make_feed_forward(
+    config: ModelConfig,
+    experts: int,
+    name: str,
+    ctx: ParallelContext,
+    output_std: float,
+) -> nn.Module:
+    """Return the feed-forward of a layer: of so many experts, or dense."""
+    make = partial(_with_experts, experts) if experts else MLP
+    return make(config, name, ctx, output_std=output_std)
 
 
 def _with_experts(
@@ -365,16 +376,18 @@ def block_flops(
     tiles: of a dense feed-forward, as in `ParallelContext.mlp_tiles`, on each of so many context-parallel `ranks`
     """
     mixed = mixer.flops(config, seq_length, pattern)
-    feed_forward = _feed_forward_flops(config, experts, seq_length)
-    has_tiles = number_of_tiles(tiles, seq_length // ranks, config.hidden_size) > 1
-    again = feed_forward / 3 if has_tiles else 0.0
-    return LayerFlops(mixed.weights + feed_forward, mixed.scores, again)
+    fed = feed_forward_flops(config, experts, seq_length, tiles, ranks)
+    return LayerFlops(mixed.weights + fed.weights, mixed.scores, fed.again)
 
 
-def _feed_forward_flops(config: ModelConfig, experts: int, seq_length: int) -> float:
+def feed_forward_flops(
+    config: ModelConfig, experts: int, seq_length: int, tiles: int = 1, ranks: int = 1
+) -> LayerFlops:
     """Return the products of a feed-forward. One of experts counts the k of a token, its dense part, and the router."""
     width = config.ffn_size
     if experts:
         width = config.moe_router_topk * config.expert_ffn_size + config.dense_width
     products = width * (3 if config.is_gated else 2) + experts
-    return float(seq_length * 6 * config.hidden_size * products)
+    weights = float(seq_length * 6 * config.hidden_size * products)
+    has_tiles = number_of_tiles(tiles, seq_length // ranks, config.hidden_size) > 1
+    return LayerFlops(weights, again=weights / 3 if has_tiles else 0.0)

@@ -4,11 +4,12 @@ Self-attention is the mixer of all blocks that no feature gives another. A featu
 `Feature.mixer`, by the options and the number of a block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ..batch.batch import Batch
 from ..config.options.model import ModelConfig
@@ -45,10 +46,14 @@ class Mixer:
 
     kind    begins the kind of a layer with it ("latent_"): layers of one kind cost the same
     fields  options of `ModelConfig` that determine shapes and meaning of its weights, besides those of self-attention
+    block   makes a layer that is no whole block, with the arguments of `block.transformer_block`; None: a block
+    block_flops  of such a layer, with the arguments of `block.block_flops`
     """
 
     kind: str = ""
     fields: tuple[str, ...] = ()
+    block: Callable[..., nn.Module] | None = None
+    block_flops: Callable[..., LayerFlops] | None = None
 
     def rotary(self, config: ModelConfig, shared: Rotary | None) -> Rotary | None:
         """Return the rotary embedding that all blocks with this mixer share. shared: that of the model's heads"""

@@ -9,13 +9,24 @@ from .mixer_options import MixerOptions
 own = partial(Later, __package__)
 
 
-def _is_on(config: Any) -> bool:
-    model = config.model
-    return bool(
-        model.hybrid_layer_pattern
-        or model.linear_attention_freq
-        or model.attention_output_gate
+MIXER = own(".layer_mixers:mixer_of_block")
+
+
+def _has_mixers(model: Any) -> bool:
+    return (
+        model.attention_output_gate
+        or model.hybrid_layer_pattern is not None
+        or model.linear_attention_freq is not None
     )
+
+
+def _is_on(config: Any) -> bool:
+    return _has_mixers(config.model)
+
+
+def _mixer(model: Any, block: int) -> Any | None:
+    """Return the mixer of a block, without loading its module for models that have none."""
+    return MIXER(model, block) if _has_mixers(model) else None
 
 
 def _implied(config: Any) -> dict[str, tuple[Any, str]]:
@@ -32,6 +43,7 @@ FEATURES = [
         "mixers",
         extends={"model": MixerOptions},
         implies=_implied,
+        mixer=_mixer,
         rules=rules_if(
             _is_on,
             own(".mixer_rules:kinds"),

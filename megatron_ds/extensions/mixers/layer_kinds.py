@@ -1,7 +1,8 @@
 """What each layer of a hybrid model is, by its options. Pure."""
 
+from typing import Any
+
 from ...config.options.layer_pattern import read_layer_pattern
-from ...config.options.model import ModelConfig
 from ...errors import ConfigError
 
 MAMBA = "M"
@@ -16,13 +17,13 @@ NOUNS = {
     FEED_FORWARD: "feed-forward",
     EXPERTS: "experts",
 }
+# --linear-attention-type → the character.
+STATES = {"gated_delta_net": DELTA, "mamba": MAMBA}
 
 
-def halves_of(config: ModelConfig) -> str:
-    """Return the character of each layer; "" where layers are whole blocks. Raises ConfigError."""
+def halves_of(config: Any) -> str:
+    """Return the character of each layer of a pattern, a model's options. Raises ConfigError."""
     pattern = config.hybrid_layer_pattern
-    if pattern is None:
-        return ""
     flag = "--hybrid-layer-pattern"
     unknown = sorted(set(pattern) - set(NOUNS))
     if unknown:
@@ -38,17 +39,20 @@ def halves_of(config: ModelConfig) -> str:
     return pattern
 
 
-def has_delta_net(config: ModelConfig) -> tuple[bool, ...]:
-    """Return whether each block has a gated delta net in place of attention. Raises ConfigError."""
+def kinds_of(config: Any) -> str:
+    """Return the character of each layer; those of whole blocks name what mixes their tokens. Raises ConfigError."""
+    if config.hybrid_layer_pattern is not None:
+        return halves_of(config)
     layers = config.num_layers
     if config.linear_attention_freq is None:
-        return (False,) * layers
+        return ATTENTION * layers
+    state = STATES[config.linear_attention_type]
     flag = "--linear-attention-freq"
     pattern = read_layer_pattern(config.linear_attention_freq, flag)
     if isinstance(pattern, int):
-        return tuple((i + 1) % pattern != 0 for i in range(layers))
+        pattern = [int((i + 1) % pattern != 0) for i in range(layers)]
     if len(pattern) != layers:
         raise ConfigError(
             f"{flag} describes {len(pattern)} layers, but the model has {layers}. Give one entry for each layer."
         )
-    return tuple(map(bool, pattern))
+    return "".join(state if has_state else ATTENTION for has_state in pattern)

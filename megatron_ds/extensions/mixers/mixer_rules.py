@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ...config.messages import divisors, either
 from ...config.run import RunConfig
 from ...config.sources.reading import attempt
-from .layer_kinds import DELTA, EXPERTS, MAMBA, halves_of, has_delta_net
+from .layer_kinds import DELTA, EXPERTS, MAMBA, kinds_of
 
 LORA = "adapters.lora_rank"
 LTD = "random_ltd.random_ltd"
@@ -26,10 +26,9 @@ def kinds(config: RunConfig) -> Iterator[str]:
     if not model.num_layers:
         return
     problems: list[str] = []
-    pattern = attempt(problems, halves_of, model)
-    attempt(problems, has_delta_net, model)
+    pattern = attempt(problems, kinds_of, model)
     yield from problems
-    if not pattern:
+    if pattern is None or model.hybrid_layer_pattern is None:
         return
     wanted = tuple(letter == EXPERTS for letter in pattern)
     found = attempt(problems, lambda: tuple(map(bool, model.experts)))
@@ -49,15 +48,17 @@ def kinds(config: RunConfig) -> Iterator[str]:
 def heads(config: RunConfig) -> Iterator[str]:
     """Heads form groups, which ranks divide whole."""
     model = config.model
-    pattern = model.hybrid_layer_pattern or ""
-    if DELTA in pattern or model.linear_attention_freq:
+    letters = attempt([], kinds_of, model) if model.num_layers else None
+    if letters is None:
+        return
+    if DELTA in letters:
         keys = model.linear_num_key_heads
         if model.linear_num_value_heads % keys:
             yield (
                 "[linear_num_value_heads] is not a multiple of [linear_num_key_heads], by which they are grouped."
             )
         yield from _divided(config, "linear_num_key_heads", keys)
-    if MAMBA in pattern:
+    if MAMBA in letters:
         groups = model.mamba_num_groups
         if model.hidden_size and model.mamba_heads % groups:
             yield (
