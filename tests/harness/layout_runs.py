@@ -176,7 +176,11 @@ def look_at(engine) -> Seen:
         layers=[p.spec.name.rpartition(".")[0] for p in engine.parameters],
         saved={p.spec.name for p in all_pieces(engine) if p.kind == "weight"},
         dtypes={p.dtype for p in engine.parameters},
-        qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
+        qkv_rows={
+            len(block.self_attention.linear_qkv.weight)
+            for block in blocks
+            if hasattr(block.self_attention, "linear_qkv")
+        },
         dense_elements=dense,
         expert_elements=experts,
         dense_trained=trained[0],
