@@ -17,7 +17,10 @@ def kinds(config: RunConfig) -> Iterator[str]:
     if model.hybrid_layer_pattern is None and model.linear_attention_freq is None:
         return
     if model.model != "gpt":
-        yield f"[model]: layers with a state of constant size go through a text from left to right, and {model.model} may not. Use --model gpt."
+        yield (
+            f"[model]: layers with a state go through a text from left to right, and {model.model} may not. Use --model "
+            "gpt."
+        )
     if model.hybrid_layer_pattern and model.linear_attention_freq:
         yield (
             "[hybrid_layer_pattern] and [linear_attention_freq] both say what each layer is. Give only one."

@@ -63,6 +63,19 @@ def _to_qkvz_ba(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
     return [by_group((q, k, v, z), groups), by_group((b, a), groups)]
 
 
+def _from_qkv_z_b_a(parts: Parts, model: ModelConfig) -> torch.Tensor:
+    """Rows [q; k; v] of all groups, and z, b, a of all heads → ours."""
+    groups, (_, *sizes) = _delta(model)
+    qkv = parts[0].split([groups * n for n in sizes[:3]])
+    z, b, a = parts[1:]
+    return by_group((z, *qkv, b, a), groups)
+
+
+def _to_qkv_z_b_a(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    z, q, k, v, b, a = by_part(rows, *_delta(model))
+    return [torch.cat((q, k, v)), z, b, a]
+
+
 def _delta_channels(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
     groups, sizes = _delta(model)
     return groups, sizes[1:4]
@@ -114,6 +127,7 @@ def _conv(sizes: Sizes) -> Packing:
 
 
 DELTA_IN = Packing("q, k, v, z and b, a by group", _from_qkvz_ba, _to_qkvz_ba)
+DELTA_PARTS = Packing("[q; k; v], z, b, a", _from_qkv_z_b_a, _to_qkv_z_b_a)
 DELTA_CONV = _conv(_delta_channels)
 MAMBA_IN = Packing(
     "z, x, B, C, dt", partial(_parts_first, _mamba), partial(_groups_first, _mamba)
@@ -162,21 +176,21 @@ def _mixer_rows(theirs: str, projections: Row, conv: Packing) -> tuple[Row, ...]
 
 
 DELTA = "model.layers.{i}.linear_attn"
-QWEN3_NEXT_ROWS = (
-    *_mixer_rows(
-        DELTA,
-        Row(
-            f"{LAYER}self_attention.in_proj.weight",
-            f"{DELTA}.in_proj_qkvz.weight {DELTA}.in_proj_ba.weight",
-            DELTA_IN,
-        ),
-        DELTA_CONV,
-    ),
-    *(
+
+
+def _qwen_rows(projections: str, packing: Packing) -> tuple[Row, ...]:
+    """Return the rows of a model of Qwen. projections: names of the first ones of a gated delta net."""
+    names = " ".join(f"{DELTA}.in_proj_{name}.weight" for name in projections.split())
+    first = Row(f"{LAYER}self_attention.in_proj.weight", names, packing)
+    gated = (
         replace(row, packing=GATED_QKV) if row.packing is QKV_SPLIT else row
         for row in QWEN_MOE_ROWS
-    ),
-)
+    )
+    return (*_mixer_rows(DELTA, first, DELTA_CONV), *gated)
+
+
+QWEN3_NEXT_ROWS = _qwen_rows("qkvz ba", DELTA_IN)
+QWEN3_5_ROWS = _qwen_rows("qkv z b a", DELTA_PARTS)
 HALF = "backbone.layers.{i}"
 MIXER = f"{HALF}.mixer"
 NEMOTRON_H_ROWS = (
