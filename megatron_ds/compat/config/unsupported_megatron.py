@@ -70,10 +70,8 @@ MEGATRON_FLAGS = table(
     refused={
         "attention is not divided into chunks of a sequence. Remove it.": "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
         "--ds-sequence-parallel-fpdt-offloading",
-        "attention is softmax attention. Remove it.": "--attention-output-gate --dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
-        "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "
-        "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
-        "--linear-num-value-heads --linear-value-head-dim",
+        "attention sees all keys that its options name. Remove it.": "--dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
+        "--dsa-indexer-topk",
         "predicting more than the next token is not available. Remove it.": "--mtp-loss-scaling-factor --mtp-num-layers",
         "the chat template of the tokenizer makes conversations texts, in megatron-ds preprocess --chat "
         "(--chat-template names another). Remove it.": "--sft-tokenizer-prompt-format",

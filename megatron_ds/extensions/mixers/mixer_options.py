@@ -34,6 +34,7 @@ class MixerOptions:
     )
     linear_attention_type: str = option(
         "gated_delta_net",
+        flags=["--experimental-attention-variant"],
         choices=tuple(STATES),
         needs=need("model.linear_attention_freq"),
         help="What the layers of --linear-attention-freq have in place of attention; mamba is Mamba-2 (Bamba).",

@@ -18,8 +18,8 @@ def kinds(config: RunConfig) -> Iterator[str]:
         return
     if model.model != "gpt":
         yield (
-            f"[model]: layers with a state go through a text from left to right, and {model.model} may not. Use --model "
-            "gpt."
+            f"[model]: layers with a state go through a text from left to right, and {model.model} may not. Use "
+            "--model gpt."
         )
     if model.hybrid_layer_pattern and model.linear_attention_freq:
         yield (
