@@ -4,16 +4,14 @@ Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) 
 (Black et al. 2022, arXiv:2204.06745, section 2.1); with a shared norm both read the first (Wang and Komatsuzaki
 2021, GPT-J). Outputs of both halves may be normalized too, before dropout.
 
-`Block` has two slots: attention, a module `forward(x, batch)`, and feed_forward, a module of the
-same call; both take and return [s(/t), b, h]. A mixture of experts or another kind of
-attention fills one of them. `Block.run` is how these modules are run: another function with the same result may take
-its place.
+`Block` has two slots: attention, a module `forward(x, batch)` that a `Mixer` makes, and feed_forward, a module of the
+same call; both take and return [s(/t), b, h]. `Block.run` is how these modules are run: another function with the
+same result may take its place.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,23 +25,14 @@ from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.norms import Norm
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .attention import Rotary, SelfAttention, make_window_rotary
+from .attention import Rotary, make_window_rotary
 from .attention_layouts import attention_layouts
-from .core_choice import make_core
 from .embedding import rounded, scaled
 from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
+from .mixers import SELF_ATTENTION, Attention, Mixer, mixer_of, mixers_of
 from .normalization import make_norm
 from .sequence_tiles import in_tiles, number_of_tiles
-
-
-class Attention(Protocol):
-    """What fills the first slot, a module. recompute_core: in backward, as `SelfAttention` has it"""
-
-    recompute_core: bool
-
-    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x [s(/t), b, h] → the same shape."""
 
 
 class Block(nn.Module):
@@ -151,7 +140,8 @@ def block_layers(
 ) -> list[Layer]:
     """Return the blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
     blocks = []
-    of_windows = make_window_rotary(config) or rotary
+    rotaries = {mixer: mixer.rotary(config, rotary) for mixer in mixers_of(config)}
+    of_windows = make_window_rotary(config)
     for i, (experts, pattern) in enumerate(
         zip(config.experts, patterns(config, causal), strict=True)
     ):
@@ -160,7 +150,10 @@ def block_layers(
         layout = attention_layouts().of_layer(config, name, ctx.seed, causal)
         if layout is not None:
             pattern = replace(pattern, layout=layout)
-        of_layer = of_windows if config.windowed[i] else rotary
+        mixer = mixer_of(config, i)
+        of_layer = rotaries[mixer]
+        if config.windowed[i]:
+            of_layer = of_windows or of_layer
         if config.unrotated[i]:
             of_layer = None
         # The layer is built later, by the rank that holds it; planning needs its kind and cost only.
@@ -168,7 +161,7 @@ def block_layers(
             Layer(
                 name,
                 partial(
-                    transformer_block,
+                    mixer.block or transformer_block,
                     config,
                     experts,
                     name,
@@ -176,18 +169,20 @@ def block_layers(
                     rotary=of_layer,
                     pattern=pattern,
                     comm_type=ctx.comm_type(i),
+                    mixer=mixer,
                 ),
-                _kind(config, experts, pattern, ctx, i),
+                mixer.kind + _kind(config, experts, pattern, ctx, i),
                 is_block=True,
                 recompute=ctx.recompute,
                 noun="block with experts" if experts else "",
                 flops=partial(
-                    block_flops,
+                    mixer.block_flops or block_flops,
                     config,
                     experts,
                     pattern=pattern,
                     tiles=ctx.mlp_tiles,
                     ranks=ctx.cp.size,
+                    mixer=mixer,
                 ),
             )
         )
@@ -235,8 +230,9 @@ def transformer_block(
     rotary: Rotary | None,
     pattern: AttentionPattern = CAUSAL,
     comm_type: str = "p2p",
+    mixer: Mixer = SELF_ATTENTION,
 ) -> Block:
-    """Return the block of a transformer: self-attention and a feed-forward, dense or of some experts.
+    """Return the block of a transformer: attention, or another mixer, and a feed-forward, dense or of some experts.
 
     comm_type: how context-parallel ranks share attention, of `context_attention.COMM_TYPES`
 
@@ -254,20 +250,29 @@ def transformer_block(
         )
     # Both halves end in a layer with this deviation, as their outputs are summed over the blocks.
     std = output_std(config)
-    attention = f"{name}.self_attention"
-    core = make_core(
-        config, f"{attention}.core_attention", ctx, pattern=pattern, comm_type=comm_type
-    )
-    make = partial(_with_experts, experts) if experts else MLP
-    return Block(
+    attention = mixer.make(
         config,
-        name,
+        f"{name}.self_attention",
         ctx,
-        attention=SelfAttention(
-            config, attention, ctx, output_std=std, rotary=rotary, core=core
-        ),
-        feed_forward=make(config, f"{name}.mlp", ctx, output_std=std),
+        output_std=std,
+        rotary=rotary,
+        pattern=pattern,
+        comm_type=comm_type,
     )
+    feed_forward = make_feed_forward(config, experts, f"{name}.mlp", ctx, std)
+    return Block(config, name, ctx, attention=attention, feed_forward=feed_forward)
+
+
+def make_feed_forward(
+    config: ModelConfig,
+    experts: int,
+    name: str,
+    ctx: ParallelContext,
+    output_std: float,
+) -> nn.Module:
+    """Return the feed-forward of a layer: of so many experts, or dense."""
+    make = partial(_with_experts, experts) if experts else MLP
+    return make(config, name, ctx, output_std=output_std)
 
 
 def _with_experts(
@@ -363,24 +368,26 @@ def block_flops(
     pattern: AttentionPattern = CAUSAL,
     tiles: int = 1,
     ranks: int = 1,
+    mixer: Mixer = SELF_ATTENTION,
 ) -> LayerFlops:
     """Megatron's formula for a transformer block; causal attention counts half of its full matrix, and a
     window the scores within it.
 
-    A block with experts counts the k experts of a token, its dense part, and the router. tiles: of a dense
-    feed-forward, as in `ParallelContext.mlp_tiles`, on each of so many context-parallel `ranks`
+    tiles: of a dense feed-forward, as in `ParallelContext.mlp_tiles`, on each of so many context-parallel `ranks`
     """
-    s = seq_length
-    h = config.hidden_size
-    queries = config.num_attention_heads * config.head_dim
-    keys_values = 2 * config.query_groups * config.head_dim
-    projections = 6 * (h * (queries + keys_values) + queries * h)
-    width = (
-        config.moe_router_topk * config.expert_ffn_size + config.dense_width
-        if experts
-        else config.ffn_size
-    )
-    feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
-    scores = 12.0 * pattern.pairs(s) * queries
-    again = s * feed_forward / 3 if number_of_tiles(tiles, s // ranks, h) > 1 else 0.0
-    return LayerFlops(float(s * (projections + feed_forward)), scores, again)
+    mixed = mixer.flops(config, seq_length, pattern)
+    fed = feed_forward_flops(config, experts, seq_length, tiles, ranks)
+    return LayerFlops(mixed.weights + fed.weights, mixed.scores, fed.again)
+
+
+def feed_forward_flops(
+    config: ModelConfig, experts: int, seq_length: int, tiles: int = 1, ranks: int = 1
+) -> LayerFlops:
+    """Return the products of a feed-forward. One of experts counts the k of a token, its dense part, and the router."""
+    width = config.ffn_size
+    if experts:
+        width = config.moe_router_topk * config.expert_ffn_size + config.dense_width
+    products = width * (3 if config.is_gated else 2) + experts
+    weights = float(seq_length * 6 * config.hidden_size * products)
+    has_tiles = number_of_tiles(tiles, seq_length // ranks, config.hidden_size) > 1
+    return LayerFlops(weights, again=weights / 3 if has_tiles else 0.0)

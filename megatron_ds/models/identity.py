@@ -7,6 +7,7 @@ from ..config.options.model import ModelConfig
 from .architecture import MODELS
 from .attention import scaled_rotary_base
 from .attention_layouts import attention_layouts
+from .mixers import mixers_of
 
 # A checkpoint is refused if one differs.
 MODEL_FIELDS = (
@@ -118,9 +119,10 @@ def model_identity(model: ModelConfig) -> dict:
         *MODELS[model.model].fields,
         *(MOE_FIELDS if experts else ()),
     )
+    of_mixers = (name for mixer in mixers_of(model) for name in mixer.fields)
     features = {
         name: value
-        for name in (*FEATURE_FIELDS, *attention_layouts().fields)
+        for name in (*FEATURE_FIELDS, *attention_layouts().fields, *of_mixers)
         if (value := getattr(model, name)) != getattr(ModelConfig, name)
     }
     return experts | {name: getattr(model, name) for name in names} | features

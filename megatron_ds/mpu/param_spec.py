@@ -17,8 +17,9 @@ Terms:  a *logical* tensor is the parameter as one process would hold it: true s
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import LayoutError
 
@@ -33,10 +34,14 @@ SUPPORTED = {"splits": ("tp", "ep"), "partial_over": ("tp",), "distinct_over": (
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How the logical tensor is filled: kind "normal" (mean 0, `std`), "zeros" or "ones"."""
+    """How the logical tensor is filled: kind "normal" (mean 0, `std`), "zeros", "ones" or "drawn".
+
+    draw  of "drawn": (flat fp32 tensor on the CPU, its generator) fills the tensor, each element alike
+    """
 
     kind: str
     std: float = 0.0
+    draw: Callable[[Any, Any], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

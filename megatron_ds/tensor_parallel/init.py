@@ -147,7 +147,11 @@ class _Blocks:
             numel = min(BLOCK, self.spec.numel - begin)
             generator = generator_of(self.seed, self.spec.name, index)
             drawn = torch.empty(numel)
-            drawn.normal_(std=self.spec.init.std, generator=generator)
+            init = self.spec.init
+            if init.draw is None:
+                drawn.normal_(std=init.std, generator=generator)
+            else:
+                init.draw(drawn, generator)
             self.last = (index, drawn)
         return self.last[1]
 

@@ -16,7 +16,7 @@ temporarily.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .data_groups import Axes, shard_of
 from .memory import ZeroMemory
@@ -41,6 +41,12 @@ class ElementBytes:
     keeps_masters: bool = False
     frozen_masters: bool = True
 
+    def of(self, plan: SetPlan) -> "ElementBytes":
+        """Return the sizes of a set, whose dtype may be another than the model's."""
+        if plan.itemsize is None:
+            return self
+        return replace(self, parameter=plan.itemsize)
+
     @property
     def master(self) -> int:
         """Bytes of the fp32 copy of a weight; 0 for fp32 weights that are updated themselves."""
@@ -51,6 +57,7 @@ class ElementBytes:
 
 def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory:
     """Return what the rank that owns `shard` keeps of one set."""
+    sizes = sizes.of(plan)
     held = lambda axis: (
         plan.layout.numel
         // {None: 1, "dp": plan.layout.shards, "inner": plan.inner}[axis]
@@ -101,7 +108,9 @@ def predict_places(
 ) -> dict[str, int]:
     """Return the bytes of `predict_sets` by place: "device", "cpu", "nvme"."""
     places: Counter = Counter()
+    of_model = sizes
     for plan in plans:
+        sizes = of_model.of(plan)
         shard = _shard(plan, ranks)
         total = predict_memory(plan, shard, sizes).total
         shards = plan.layout.numel // plan.inner * sizes.parameter if plan.units else 0

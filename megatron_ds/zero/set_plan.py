@@ -110,7 +110,7 @@ class ParameterUse:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What decides the set of a parameter. layer: the first of `stage` that holds it."""
+    """What decides the set of a parameter. layer: the first of `stage` that holds it. itemsize: bytes of an element"""
 
     name: str
     numel: int
@@ -122,6 +122,7 @@ class Fact:
     layer: int = 0
     whole: bool = False
     encoded: bool = False
+    itemsize: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class SetPlan:
     units    of gathered parameters: (layer, first bucket, last bucket + 1), in the order of the buckets
     blocks   the format in which gathered parameters are kept for others and sent; None: their dtype
     encoded  frozen weights that are kept in that format alone, and decoded for their layer
+    itemsize  bytes of an element; None: of the model's dtype
     """
 
     members: tuple[int, ...]
@@ -148,6 +150,7 @@ class SetPlan:
     units: tuple[tuple[int, int, int], ...] = ()
     blocks: "Blocks | None" = None
     encoded: bool = False
+    itemsize: int | None = None
 
 
 def plan_parameters(
@@ -193,6 +196,7 @@ def plan_parameters(
                 settings.frozen_blocks is not None
                 and not p.requires_grad
                 and spec_of(p).matrices is not None,
+                p.dtype.itemsize,
             )
         )
     sizes = {axes: group.size for axes, group in groups.by_axes.items()}
@@ -330,6 +334,7 @@ def _plan_set(
         units,
         settings.frozen_blocks if encoded else _sent_blocks(settings, gathered),
         encoded,
+        facts[members[0]].itemsize,
     )
 
 

@@ -16,6 +16,7 @@ For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of section 7. gather_counts.py cou
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from ..mpu.group import Group, Traffic
 from .data_groups import Hierarchy
@@ -57,6 +58,7 @@ def predict_traffic(
     ranks: of each plan
     gathers: for each plan how often each of its units is gathered; empty if it has none
     reduce_each: sharded gradients are reduced after each micro-batch
+    parameter_bytes: of an element, of plans that do not say it
     further: messages besides, those of an `UpdateRule`
     """
     sent = Traffic()
@@ -82,15 +84,12 @@ def predict_traffic(
         if not sharded:
             continue
         # Each collective of a gather sends so many bytes of a number of elements.
-        sends = (
-            plan.blocks.parts
-            if plan.blocks
-            else lambda numel: (numel * parameter_bytes,)
-        )
+        each = plan.itemsize or parameter_bytes
+        sends = plan.blocks.parts if plan.blocks else partial(_whole, each)
         for nbytes in sends(layout.numel // where.inner.size):
             add("all_gather", where.outer, nbytes, buckets)
         if not plan.units:
-            add("all_gather", where.inner, layout.numel * parameter_bytes, buckets)
+            add("all_gather", where.inner, layout.numel * each, buckets)
         for (_, first, stop), count in zip(plan.units, counts):
             numel = layout.buckets[stop - 1].stop - layout.buckets[first].start
             for nbytes in sends(numel):
@@ -98,3 +97,8 @@ def predict_traffic(
     for message in further:
         add(*message)
     return sent
+
+
+def _whole(itemsize: int, numel: int) -> tuple[int, ...]:
+    """Return the bytes of the one message of so many elements."""
+    return (itemsize * numel,)

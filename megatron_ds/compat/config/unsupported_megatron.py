@@ -70,12 +70,8 @@ MEGATRON_FLAGS = table(
     refused={
         "attention is not divided into chunks of a sequence. Remove it.": "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
         "--ds-sequence-parallel-fpdt-offloading",
-        "multi-latent attention is not available. Remove it.": "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
-        "--qk-pos-emb-head-dim --v-head-dim",
-        "attention is softmax attention. Remove it.": "--attention-output-gate --dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
-        "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "
-        "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
-        "--linear-num-value-heads --linear-value-head-dim",
+        "attention sees all keys that its options name. Remove it.": "--dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
+        "--dsa-indexer-topk",
         "predicting more than the next token is not available. Remove it.": "--mtp-loss-scaling-factor --mtp-num-layers",
         "the chat template of the tokenizer makes conversations texts, in megatron-ds preprocess --chat "
         "(--chat-template names another). Remove it.": "--sft-tokenizer-prompt-format",
@@ -114,11 +110,6 @@ MEGATRON_FLAGS = table(
             "there is one implementation of each layer",
             "the layers of a model are chosen by its options. Remove it.",
             (*DEFAULT_SPECS, *OFF),
-        ),
-        "--rope-type": Answer(
-            "it is that of multi-latent attention; --position-embedding-type sets the one used here",
-            "write --position-embedding-type yarn.",
-            ("rope", *OFF),
         ),
         **{
             flag: Answer(

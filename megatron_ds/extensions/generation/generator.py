@@ -199,8 +199,9 @@ class Generator:
         if kept < model.num_layers:
             raise ConfigError(
                 f"--model {model.model} has {model.num_layers} layers, and {kept} of them keep their keys and values "
-                "for generation. Let the attention of each layer call batch.past.attend where there is a batch.past, "
-                "as models/attention.py does."
+                "for generation. Layers with a state in place of attention keep none: their texts are scored "
+                "(megatron-ds evaluate), not continued. Let an attention of your own call batch.past.attend where "
+                "there is a batch.past, as models/attention.py does."
             )
         self._keeps_all_layers = True
 

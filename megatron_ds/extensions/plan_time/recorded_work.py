@@ -228,6 +228,17 @@ def _batches(at: int) -> Callable[[tuple, dict], CallWork]:
     return work
 
 
+def _substitution(args: tuple, kwargs: dict) -> CallWork:
+    """Return the work of a solution for a triangular matrix: that of the product with its inverse."""
+    matrix, right = args[:2]
+    *_, rows, columns = right.shape
+    moved = bytes_of(matrix) + 2 * bytes_of(right)
+    number = right.shape[:-2].numel()
+    return CallWork(
+        (Product(number, rows, columns, rows),), nbytes=moved, dtype=right.dtype
+    )
+
+
 def _attention(
     at: int, causal_at: int, times: float
 ) -> Callable[[tuple, dict], CallWork]:
@@ -253,6 +264,7 @@ _PRODUCTS: dict[Any, Callable[[tuple, dict], CallWork]] = {
     aten.bmm: _batches(0),
     aten.baddbmm: _batches(1),
     aten.baddbmm_: _batches(1),
+    aten.linalg_solve_triangular: _substitution,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention(0, 4, 1),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(1, 7, 2),
 }

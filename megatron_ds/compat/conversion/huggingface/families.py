@@ -6,6 +6,8 @@ Names are those of the files that `save_pretrained` writes. Conv1D weights of GP
 from functools import partial
 
 from ..family import Family, Row
+from .mixer_rows import NEMOTRON_H_ROWS, QWEN3_5_ROWS, QWEN3_NEXT_ROWS
+from .mixer_tables import NEMOTRON_H, QWEN3_5, QWEN3_NEXT
 from .rows import (
     BIASED_MOE_ROWS,
     BIOGPT_ROWS,
@@ -18,6 +20,7 @@ from .rows import (
     GPT_NEOX_ROWS,
     GPT_OSS_ROWS,
     GPTJ_ROWS,
+    LATENT_ROWS,
     LLAMA_ROWS,
     MEGATRON_BERT_ROWS,
     MIXTRAL_ROWS,
@@ -36,6 +39,8 @@ from .tables import (
     BLOOM,
     COHERE,
     COHERE2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     DOTS1,
     ERNIE,
     FALCON,
@@ -45,6 +50,7 @@ from .tables import (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT2,
     GPT_BIGCODE,
     GPT_NEOX,
@@ -159,6 +165,33 @@ FAMILIES = {
             QWEN3_MOE,
             prefix="model.",
             tied=HEAD,
+        ),
+        _family(
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            QWEN3_NEXT_ROWS,
+            QWEN3_NEXT,
+            prefix="model.",
+            tied=HEAD,
+            ignored=("mtp.*",),
+        ),
+        _family(
+            "qwen3_5_text",
+            "Qwen3_5ForCausalLM",
+            QWEN3_5_ROWS,
+            QWEN3_5,
+            prefix="model.",
+            tied=HEAD,
+            ignored=("mtp.*",),
+        ),
+        _family(
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            NEMOTRON_H_ROWS,
+            NEMOTRON_H,
+            prefix="backbone.",
+            tied=(("lm_head.weight", "backbone.embeddings.weight"),),
+            ignored=("mtp.*",),
         ),
         _family(
             "gpt_oss",
@@ -364,6 +397,24 @@ FAMILIES = {
             tied=HEAD,
             precise=EXPERT_BIAS,
         ),
+        *(
+            _family(
+                model_type,
+                architecture,
+                LATENT_ROWS,
+                table,
+                prefix="model.",
+                tied=HEAD,
+                precise=EXPERT_BIAS,
+                ignored=INVERSE,
+            )
+            for model_type, architecture, table in (
+                ("deepseek_v3", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
+                ("kimi_k2", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
+                ("deepseek_v2", "DeepseekV2ForCausalLM", DEEPSEEK_V2),
+                ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", GLM4_MOE_LITE),
+            )
+        ),
         _family(
             "stablelm",
             "StableLmForCausalLM",
@@ -415,7 +466,7 @@ FAMILIES = {
     )
 }
 NO_ROTARY = "some of its layers have no rotary positions"
-LATENT = "its attention is latent (MLA)"
+INDEXED = "its attention is sparse, with an indexer (DSA)"
 MULTIMODAL = (
     "it has more than text: give the folder of its language model, if there is one"
 )
@@ -441,10 +492,9 @@ REFUSED = {
     "qwen2_vl": MULTIMODAL,
     "qwen2_5_vl": MULTIMODAL,
     "qwen3_vl": MULTIMODAL,
-    "qwen3_next": "its attention is linear in most layers",
     "mamba": "it is a state-space model",
     "mamba2": "it is a state-space model",
     "t5": "it has an encoder and a decoder",
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": INDEXED,
 }

@@ -17,11 +17,16 @@ from ....errors import CheckpointError
 from ..settings_table import options_of, settings_of
 from .experts import BIASED_KEYS, EXPERT_KEYS, expert_options, expert_settings
 from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
+from .latents import LATENT_KEYS
+from .mixer_settings import HALF_KEYS, LinearLayers
+from .mixer_tables import NEMOTRON_H, QWEN3_5, QWEN3_NEXT
 from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
 from .tables import (
     BIOGPT,
     COHERE2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     DOTS1,
     FALCON,
     GEMMA2,
@@ -29,6 +34,7 @@ from .tables import (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT_NEOX,
     GPT_OSS,
     GPTJ,
@@ -60,8 +66,20 @@ DEFAULTS = {
     "helium": {"rope_theta": 100000.0},
     "cohere": {"rope_theta": 500000.0},
     "smollm3": {"rope_theta": 2000000.0},
+    "qwen3_next": {SHARE: 0.25},
+    "qwen3_5_text": {SHARE: 0.25},
 }
-PARTLY = (GPT_NEOX, PHI, GLM, GLM4, GLM4_MOE, NEMOTRON, STABLELM)
+PARTLY = (
+    GPT_NEOX,
+    PHI,
+    GLM,
+    GLM4,
+    GLM4_MOE,
+    NEMOTRON,
+    STABLELM,
+    QWEN3_NEXT,
+    QWEN3_5,
+)
 # Other names of settings, which transformers renames when it reads them, by model_type.
 ALIASES = {
     "bloom": {
@@ -83,12 +101,31 @@ ALIASES = {
     },
     "glm4_moe": {"num_local_experts": "n_routed_experts"},
     "dots1": {"num_local_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "kimi_k2": {"num_local_experts": "n_routed_experts"},
+    "glm4_moe_lite": {"num_local_experts": "n_routed_experts"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
     "falcon": {"n_embed": "hidden_size"},
     "mpt": {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layers",
         "num_attention_heads": "n_heads",
     },
+}
+OF_DEEPSEEK_V3 = {
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
 # Values of settings that are absent, where a table above has those of another model_type.
 ABSENT: Mapping[str, Mapping[str, Any]] = {
@@ -143,6 +180,33 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 1408,
         "max_window_layers": 62,
     },
+    "deepseek_v3": OF_DEEPSEEK_V3,
+    "kimi_k2": OF_DEEPSEEK_V3,
+    "deepseek_v2": {
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+    "glm4_moe_lite": {
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    },
     "helium": {"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8},
     "ernie4_5": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
     "seed_oss": {
@@ -177,7 +241,27 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 8,
         "num_experts": 128,
     },
+    "qwen3_next": {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "nemotron_h": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+    },
 }
+# Losses and ranks of DeepSeek's own training, which transformers has no code for, and what a note states.
+WITHOUT_LOSS = frozenset(
+    "aux_loss_alpha seq_aux ep_size num_nextn_predict_layers num_mtp_layers".split()
+)
 # Settings that rules of one table read, or that have no effect on its models.
 BESIDE_TABLES = (
     (GEMMA2, ROTARY_KEYS | WINDOW_KEYS | {"sliding_window_pattern"}),
@@ -191,8 +275,15 @@ BESIDE_TABLES = (
     (MPT, {"resid_pdrop"}),
     (GLM4_MOE, BIASED_KEYS | {"num_nextn_predict_layers", "num_mtp_layers"}),
     (DOTS1, BIASED_KEYS),
+    *(
+        (table, BIASED_KEYS | LATENT_KEYS | WITHOUT_LOSS)
+        for table in (DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE)
+    ),
     (SMOLLM3, {"no_rope_layer_interval"}),
     (COHERE2, {"sliding_window_pattern"}),
+    (NEMOTRON_H, HALF_KEYS),
+    (QWEN3_NEXT, {"full_attention_interval"}),
+    (QWEN3_5, {"full_attention_interval"}),
     (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values
 )
 
@@ -259,7 +350,7 @@ def with_defaults(settings: Settings) -> Settings:
 
 
 def _has_windows(table: tuple) -> bool:
-    return any(isinstance(entry, Window) for entry in table)
+    return any(isinstance(entry, Window | LinearLayers) for entry in table)
 
 
 def _check_attention(settings: Settings) -> None:

@@ -1,0 +1,112 @@
+"""Rules about mixers: what each layer is, how heads are divided, and what a model with mixers has not."""
+
+from collections.abc import Iterator
+
+from ...config.messages import divisors, either
+from ...config.run import RunConfig
+from ...config.sources.reading import attempt
+from .layer_kinds import DELTA, EXPERTS, MAMBA, kinds_of
+
+LORA = "adapters.lora_rank"
+LTD = "random_ltd.random_ltd"
+
+
+def kinds(config: RunConfig) -> Iterator[str]:
+    """One option describes the layers, of a GPT, and its experts are where the pattern has them."""
+    model = config.model
+    if model.hybrid_layer_pattern is None and model.linear_attention_freq is None:
+        return
+    if model.model != "gpt":
+        yield (
+            f"[model]: layers with a state go through a text from left to right, and {model.model} may not. Use "
+            "--model gpt."
+        )
+    if model.hybrid_layer_pattern and model.linear_attention_freq:
+        yield (
+            "[hybrid_layer_pattern] and [linear_attention_freq] both say what each layer is. Give only one."
+        )
+        return
+    if not model.num_layers:
+        return
+    problems: list[str] = []
+    pattern = attempt(problems, kinds_of, model)
+    yield from problems
+    if pattern is None or model.hybrid_layer_pattern is None:
+        return
+    wanted = tuple(letter == EXPERTS for letter in pattern)
+    found = attempt(problems, lambda: tuple(map(bool, model.experts)))
+    if not problems and any(wanted) and found != wanted:
+        yield (
+            "[hybrid_layer_pattern] has experts in layers where --num-experts and --moe-layer-freq have none, or the "
+            "other way round. Give --num-experts, and leave --moe-layer-freq out: the pattern says which layers have "
+            "them."
+        )
+    if model.use_parallel_residual or model.norm_after_sublayer:
+        yield (
+            "[hybrid_layer_pattern]: its layers are halves of blocks, which have neither --use-parallel-residual nor "
+            "--norm-after-sublayer. Remove these."
+        )
+
+
+def heads(config: RunConfig) -> Iterator[str]:
+    """Heads form groups, which ranks divide whole."""
+    model = config.model
+    letters = attempt([], kinds_of, model) if model.num_layers else None
+    if letters is None:
+        return
+    if DELTA in letters:
+        keys = model.linear_num_key_heads
+        if model.linear_num_value_heads % keys:
+            yield (
+                "[linear_num_value_heads] is not a multiple of [linear_num_key_heads], by which they are grouped."
+            )
+        yield from _divided(config, "linear_num_key_heads", keys)
+    if MAMBA in letters:
+        groups = model.mamba_num_groups
+        if model.hidden_size and model.mamba_heads % groups:
+            yield (
+                f"[mamba_num_groups] does not divide the {model.mamba_heads} heads of Mamba-2. Use "
+                f"--mamba-num-groups {either(divisors(model.mamba_heads))}, or another --mamba-num-heads."
+            )
+        yield from _divided(config, "mamba_num_groups", groups)
+
+
+def _divided(config: RunConfig, name: str, groups: int) -> Iterator[str]:
+    """Yield what is wrong with a number of groups for these ranks."""
+    parallel = config.parallel
+    t = parallel.tensor_model_parallel_size
+    c = parallel.context_parallel_size
+    if groups % t:
+        yield (
+            f"[{name}] is not a multiple of [tensor_model_parallel_size]: each rank holds whole groups of heads. Use "
+            f"--tensor-model-parallel-size {either(divisors(groups))}."
+        )
+    elif groups // t % c:
+        yield (
+            f"[{name}] / [tensor_model_parallel_size] is not a multiple of [context_parallel_size]: ranks exchange "
+            f"tokens for whole groups of heads. Use --context-parallel-size {either(divisors(groups // t))}."
+        )
+    if c > 1 and set(parallel.cp_comm_type) != {"a2a"}:
+        yield (
+            "[cp_comm_type]: a state passes through all tokens of a sequence, so ranks exchange tokens for heads. Use "
+            "--cp-comm-type a2a."
+        )
+
+
+def others(config: RunConfig) -> Iterator[str]:
+    """Features that know blocks of attention alone are refused."""
+    model = config.model
+    is_mixed = bool(model.hybrid_layer_pattern or model.linear_attention_freq)
+    if config.get(LORA):
+        yield (
+            f"[{LORA}]: adapters know the projections of attention and of the feed-forward, which a model with "
+            "mixers, or with --attention-output-gate, has others of. Train it whole."
+        )
+    if is_mixed and config.get(LTD):
+        yield (
+            f"[{LTD}]: a state passes through all tokens, and dropped ones would be missing in it. Remove --random-ltd."
+        )
+    if is_mixed and getattr(model, "sparse_attention", None):
+        yield (
+            "[sparse_attention]: its layouts are those of models whose layers all have attention. Remove it."
+        )

@@ -1,0 +1,250 @@
+"""`ScanMixer`: what gated delta nets and Mamba-2 have in common, a mixer of tokens with a state of constant size.
+
+    x → in_proj → z, channels, gates → convolution of the channels → scan → norm and gate z → out_proj
+
+Heads that share keys are a group, and everything but the two projections works on each group by itself:
+
+    rows of in_proj    | z  channels  gates | z  channels  gates | ...
+                       |----- group 0 ------|----- group 1 ------|
+
+Tensor-parallel ranks hold whole groups. Convolution and scan go through all tokens of a sequence, so under context
+parallelism each rank exchanges its tokens for some groups of all tokens (`context_parallel/head_exchange.py`).
+
+Letters: s positions, b samples, g groups and n heads of a tensor-parallel rank, c context-parallel ranks.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from ...batch.batch import Batch
+from ...config.options.model import ModelConfig
+from ...context_parallel.head_exchange import to_heads, to_tokens
+from ...models.layer import LayerFlops, check_divides, recompute
+from ...mpu.context import ParallelContext, new_parameter
+from ...mpu.managed_parameter import ManagedParameter
+from ...mpu.param_spec import Init, Matrices, ParamSpec, Split
+from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from .causal_conv import causal_conv
+from .first_values import log_of_factor, softplus_of_step, within
+from .linear_scan import scan_products
+
+HEADS = (Split("tp", 0),)
+
+
+@dataclass(frozen=True)
+class MixerSizes:
+    """Sizes of a mixer.
+
+    groups     of heads that share keys
+    heads      of each group
+    key_dim    channels of a key, and of a query
+    value_dim  channels of a value
+    channels   parts of a group that the convolution takes, in their order
+    gates      numbers for each head, of each token
+    taps       tokens that the convolution sees
+    has_rule   whether the scan has the delta rule
+    """
+
+    groups: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    channels: tuple[int, ...]
+    gates: int
+    taps: int
+    has_rule: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels of the values of a group."""
+        return self.heads * self.value_dim
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of the first projection, of a group."""
+        return (self.width, *self.channels, *(self.heads,) * self.gates)
+
+    def flops(self, hidden: int, s: int) -> LayerFlops:
+        """Return the FLOPs of a sequence of s tokens: projections, and the products of the scan."""
+        rows = self.groups * (sum(self.parts) + self.width)
+        heads = self.groups * self.heads
+        products = scan_products(
+            s, self.groups, heads, self.key_dim, self.value_dim, self.has_rule
+        )
+        return LayerFlops(6.0 * s * hidden * rows, 3 * sum(p.flops for p in products))
+
+
+class ScanMixer(nn.Module):
+    """x [s(/t), b, h] → the same shape. A subclass has the scan, and what becomes of its result.
+
+    recompute_core  compute convolution and scan again in backward instead of keeping what they need
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str,
+        ctx: ParallelContext,
+        sizes: MixerSizes,
+        *,
+        noun: str,
+        conv_bias: bool,
+        output_std: float,
+    ):
+        """name: global. noun: the option that sets the number of groups, for messages."""
+        super().__init__()
+        self.name = name
+        self.ctx = ctx
+        self.sizes = sizes
+        self.eps = config.norm_epsilon
+        self.recompute_core = False
+        self.groups = check_divides(
+            noun, sizes.groups, ctx.tp, "each rank holds whole groups of heads"
+        )
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            sizes.groups * sum(sizes.parts),
+            ctx,
+            name=f"{name}.in_proj",
+            init_std=config.init_method_std,
+            bias=config.add_bias_linear,
+        )
+        weight = self.in_proj.weight
+        weight.spec = replace(weight.spec, matrices=Matrices(sizes.groups, sizes.parts))
+        # The convolution of each channel, in the rows' order.
+        channels = sizes.groups * sum(sizes.channels)
+        bound = sizes.taps**-0.5
+        self.conv_weight = self.parameter(
+            "conv1d.weight", (channels, sizes.taps), within(-bound, bound), decay=True
+        )
+        self.conv_bias = None
+        if conv_bias:
+            self.conv_bias = self.parameter(
+                "conv1d.bias", (channels,), within(-bound, bound)
+            )
+        # The factor of the state: exp(-exp(A_log) · softplus(gate + dt_bias)), in fp32 in any model.
+        heads = sizes.groups * sizes.heads
+        wide = torch.float32
+        self.A_log = self.parameter("A_log", (heads,), log_of_factor(), dtype=wide)
+        self.dt_bias = self.parameter(
+            "dt_bias", (heads,), softplus_of_step(), dtype=wide
+        )
+        self.make_norm()
+        self.out_proj = RowParallelLinear(
+            sizes.groups * sizes.width,
+            config.hidden_size,
+            ctx,
+            name=f"{name}.out_proj",
+            init_std=output_std,
+            bias=config.add_bias_linear,
+        )
+
+    def parameter(
+        self,
+        leaf: str,
+        shape: tuple[int, ...],
+        init: Init,
+        *,
+        splits: tuple[Split, ...] = HEADS,
+        partial_over: tuple[str, ...] = (),
+        decay: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> ManagedParameter:
+        """Return this rank's shard of a parameter, by default of its groups and in the model's dtype."""
+        spec = ParamSpec(
+            f"{self.name}.{leaf}",
+            shape,
+            init,
+            splits=splits,
+            partial_over=partial_over,
+            decay=decay,
+        )
+        ctx = self.ctx
+        return new_parameter(
+            spec,
+            sizes={"tp": ctx.tp.size},
+            dtype=dtype or ctx.dtype,
+            device=ctx.device,
+        )
+
+    def make_norm(self) -> None:
+        """Make the weights that a subclass has besides."""
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Mix the tokens of x, of each document by itself. Collective over tp and cp."""
+        sizes = self.sizes
+        parts = self.in_proj(x).unflatten(-1, (self.groups, -1))
+        z, packed = parts.split((sizes.width, parts.shape[-1] - sizes.width), -1)
+        run = partial(recompute, self.mixed) if self.recompute_core else self.mixed
+        out = run(packed, batch)
+        gated = self.gated(out, z.unflatten(-1, (sizes.heads, -1)).flatten(2, 3))
+        return self.out_proj(gated.to(x.dtype).flatten(2))
+
+    def mixed(self, packed: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Convolve and scan: packed [s/c, b, g, channels and gates] → [s/c, b, n, dv] of the rank's tokens."""
+        cp = self.ctx.cp
+        if cp.size == 1:
+            return self.of_groups(packed, batch.document_ids, range(self.groups))
+        whole = batch.whole
+        assert whole is not None, "context-parallel ranks have parts of a batch"
+        # Some groups of all tokens, and back.
+        order = self.ctx.slice.order(whole.seq_length, packed.device)
+        (packed,) = to_heads((packed,), cp, order)
+        first = cp.rank * packed.shape[2]
+        groups = range(first, first + packed.shape[2])
+        out = self.of_groups(packed, whole.document_ids, groups)
+        return to_tokens(out.contiguous(), cp, order)
+
+    def of_groups(
+        self, packed: torch.Tensor, documents: torch.Tensor | None, groups: range
+    ) -> torch.Tensor:
+        """Convolve and scan these of the rank's groups: packed [s, b, groups, ..] → [s, b, heads, dv]."""
+        sizes = self.sizes
+        gates = sizes.gates * sizes.heads
+        channels, gate = packed.split((packed.shape[-1] - gates, gates), -1)
+        width = sum(sizes.channels)
+        bias = self.conv_bias
+        convolved = causal_conv(
+            channels.flatten(2),
+            _rows(self.conv_weight, groups, width),
+            None if bias is None else _rows(bias, groups, width),
+            documents,
+        )
+        parts = convolved.unflatten(-1, (len(groups), width)).split(sizes.channels, -1)
+        numbers = [n.flatten(2) for n in gate.split(sizes.heads, -1)]
+        return self.scanned(parts, numbers, documents, groups)
+
+    def scanned(
+        self,
+        parts: tuple[torch.Tensor, ...],
+        gates: list[torch.Tensor],
+        documents: torch.Tensor | None,
+        groups: range,
+    ) -> torch.Tensor:
+        """Scan. parts: of the channels, each [s, b, groups, ..]; gates: each [s, b, heads] → [s, b, heads, dv]."""
+        raise NotImplementedError
+
+    def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the result, gated by z; all [s, b, n, dv]."""
+        raise NotImplementedError
+
+    def steps(self, gate: torch.Tensor, groups: range) -> torch.Tensor:
+        """Return softplus(gate + dt_bias), fp32 [s, b, heads] of these groups."""
+        bias = self.of_heads(self.dt_bias, groups)
+        return torch.nn.functional.softplus(gate.float() + bias)
+
+    def decay(self, steps: torch.Tensor, groups: range) -> torch.Tensor:
+        """Return the logarithms of the factors of the state, fp32 [s, b, heads]."""
+        return -self.of_heads(self.A_log, groups).exp() * steps
+
+    def of_heads(self, parameter: torch.Tensor, groups: range) -> torch.Tensor:
+        """Return the elements [n] of a parameter that belong to the heads of these groups."""
+        return _rows(parameter, groups, self.sizes.heads)
+
+
+def _rows(parameter: torch.Tensor, groups: range, each: int) -> torch.Tensor:
+    """Return the rows of these groups, of which each has so many."""
+    return parameter[groups.start * each : groups.stop * each]

@@ -1,0 +1,154 @@
+"""Models with mixers train in every layout as in one process, keep the planned bytes, and record the FLOPs of their
+formulas."""
+
+import pytest
+import torch
+
+from megatron_ds.extensions.mixers.linear_scan import CHUNK
+from megatron_ds.ops.work import Product
+from tests.harness.layout_runs import GLOBAL_BATCH, run_layout, stray
+from tests.harness.tiny_jobs import TOLERANCE
+from tests.plan_time.test_recorded_work import (
+    formula_flops,
+    planned,
+    recorded_flops,
+)
+from tests.planning.test_activations import kept
+
+BASE = (
+    "--hidden-size 24 --num-attention-heads 4 --seq-length 16 --vocab-size 61 --make-vocab-size-divisible-by 4 "
+    f"--global-batch-size {GLOBAL_BATCH} --train-iters 4 --lr 1e-1 --optimizer sgd --hidden-dropout 0.1 "
+    "--attention-dropout 0.1 --mock-data"
+)
+DELTA = "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 4 "
+MAMBA = (
+    "--mamba-num-groups 4 --mamba-num-heads 8 --mamba-head-dim 6 --mamba-state-dim 5 "
+)
+JOBS = {
+    "blocks": f"--num-layers 3 --linear-attention-freq 3 --attention-output-gate {DELTA}",
+    "mamba blocks": (
+        f"--num-layers 3 --linear-attention-freq [1,0,1] --linear-attention-type mamba {MAMBA}"
+    ),
+    "halves": (
+        f"--num-layers 6 --hybrid-layer-pattern M-*EGM --num-experts 4 --moe-router-topk 2 {DELTA} {MAMBA} "
+        "--disable-bias-linear --normalization RMSNorm"
+    ),
+}
+TWO_BY_TWO = "tp=2,cp=2,comm_type=a2a"
+LAYOUTS = {
+    "blocks": (
+        "tp=2,sp=1",
+        "tp=2,pp=3,schedule=zb-h1",
+        "dp=2,zero=1",
+        "dp=2,zero=2",
+        "dp=2,zero=3",
+        "cp=2,comm_type=a2a",
+        f"{TWO_BY_TWO},sp=1",
+        "tp=4,recompute=selective",
+        "pp=2,recompute=full",
+    ),
+    "mamba blocks": ("tp=2,sp=1", "cp=4,comm_type=a2a", "dp=2,zero=3,recompute=full"),
+    "halves": (
+        "tp=2,sp=1",
+        "tp=4",
+        "pp=3",
+        "ep=2,dp=2,zero=2",
+        "dp=4,zero=3",
+        f"{TWO_BY_TWO},sp=1",
+        "tp=2,pp=2,recompute=selective",
+        "cp=2,comm_type=a2a,recompute=full",
+    ),
+}
+
+
+def job_of(name: str, more: str = "") -> list[str]:
+    return f"{BASE} {JOBS[name]} {more}".split()
+
+
+def cases(which):
+    quick = {("blocks", f"{TWO_BY_TWO},sp=1"), ("halves", "tp=2,sp=1")}
+    return [
+        pytest.param(
+            name, layout, marks=[] if (name, layout) in quick else [pytest.mark.rest]
+        )
+        for name, layouts in which.items()
+        for layout in layouts
+    ]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("name, layout", cases(LAYOUTS))
+def test_a_layout_trains_as_one_process(name, layout):
+    difference, run = stray(job_of(name), layout, 3)
+    assert difference.is_within(TOLERANCE["fp32"]), f"{layout}: {difference}"
+    mixed = [layer for seen in run.seen for layer in seen.layers if ".in_proj" in layer]
+    assert mixed
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("name", JOBS)
+def test_documents_in_a_sample_are_kept_apart_in_layouts(name):
+    apart = job_of(name, "--reset-position-ids --reset-attention-mask")
+    difference, _ = stray(apart, f"{TWO_BY_TWO},sp=1", 2)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+
+
+@pytest.mark.threads
+@pytest.mark.rest
+@pytest.mark.parametrize("name", JOBS)
+def test_recomputation_changes_no_bit(name):
+    (trace, weights), *others = [
+        run_layout(job_of(name), f"tp=1,pp=1,dp=1{how}", 3).merged
+        for how in ("", ",recompute=full", ",recompute=selective")
+    ]
+    for other, their_weights in others:
+        assert other.losses == trace.losses and other.grad_norms == trace.grad_norms
+        assert all(torch.equal(their_weights[n], w) for n, w in weights.items())
+
+
+@pytest.mark.threads
+@pytest.mark.rest
+@pytest.mark.parametrize("dtype", ("bf16", "fp16"))
+@pytest.mark.parametrize("layout", ("tp=2,sp=1,dp=2,zero=1", "dp=2,zero=3", "pp=2"))
+def test_numbers_of_the_state_stay_in_fp32_in_models_of_16_bits(dtype, layout):
+    flags = {"bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024"}[dtype]
+    difference, run = stray(job_of("halves", flags), layout, 3)
+    assert difference.is_within(TOLERANCE[dtype]), difference
+    assert run.seen[0].dtypes == {
+        getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype]),
+        torch.float32,
+    }
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("name", JOBS)
+def test_a_stage_keeps_the_planned_bytes(name):
+    flags = job_of(name, "--seq-length 24 --micro-batch-size 2")
+    for layers in (slice(0, 3), slice(2, None)):
+        measured, _, plan = kept(flags, 2, layers)
+        assert measured == plan
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "flags, world",
+    (
+        ("", 1),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--context-parallel-size 2 --cp-comm-type a2a", 2),
+        ("--recompute-granularity full", 1),
+        ("--recompute-granularity selective", 1),
+    ),
+    ids=("one process", "tensor", "context", "full", "selective"),
+)
+def test_recorded_flops_are_those_of_the_formulas(name, flags, world):
+    plan = planned(
+        f"{JOBS[name]} --attention-dropout 0 --seq-length 200 {flags}", world, "cuda"
+    )
+    expected = formula_flops(plan)
+    if "selective" in flags:
+        # What is repeated ends where backward has what it needs, before the last product of the last chunk.
+        mixers = plan.config.model.mixer_kinds.count("G")
+        expected -= mixers * Product(8, CHUNK, 4, CHUNK).flops
+    assert recorded_flops(plan) == pytest.approx(expected, rel=1e-12)
