@@ -26,9 +26,10 @@ def implied(config: RunConfig) -> Mapping[str, tuple[Any, str]]:
     model = config.model
     found: dict[str, tuple[Any, str]] = {
         TYPE: (_rope_type(config), WHY),
-        "model.rotary_interleaved": (True, WHY),
         "model.kv_channels": (model.qk_head_dim + model.qk_pos_emb_head_dim, WHY),
     }
+    if TYPE not in config.sources or model.is_rotary or model.rope_type:
+        found["model.rotary_interleaved"] = (True, WHY)
     if "yarn" in (_rope_type(config), model.position_embedding_type):
         why = "Megatron's value of --rope-type yarn"
         found["model.original_max_position_embeddings"] = (ORIGINAL, why)
