@@ -158,6 +158,9 @@ class Feature:
     objective  what the run is trained for in place of the model's own loss
     layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model. Runs and their
                plans of memory, traffic and FLOPs have them; conversions are those of the model alone
+    model_layers  (layers, ModelConfig, ParallelContext) -> layers: what its options of the section model make of the
+               layers of a GPT. Conversions have them, too
+    model_fields  names of those options, which a checkpoint and a run that loads it must have alike
     layouts    a function that returns the `models.attention_layouts.AttentionLayouts`, by which layers see some keys
     after      names of features whose `layers` come first
     added      (RunConfig) -> `config.added_weights.AddedWeights`, if the run trains those alone, beside frozen weights.
@@ -199,6 +202,8 @@ class Feature:
     models: Mapping[str, Any] = field(default_factory=dict)
     objective: Objective | None = None
     layers: Callable[[list, Any, Any], list] | None = None
+    model_layers: Callable[[list, Any, Any], list] | None = None
+    model_fields: Sequence[str] = ()
     layouts: Callable[[], Any] | None = None
     after: Sequence[str] = ()
     added: Callable[[Any], Any | None] | None = None

@@ -150,48 +150,63 @@ def block_layers(
     causal: bool = True,
 ) -> list[Layer]:
     """Return the blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
-    blocks = []
+    made = partial(block_layer, config, ctx, rotary=rotary, causal=causal)
     of_windows = make_window_rotary(config) or rotary
-    for i, (experts, pattern) in enumerate(
-        zip(config.experts, patterns(config, causal), strict=True)
-    ):
-        name = f"{prefix}.{i}"
-        # Layers may see different blocks of keys.
-        layout = attention_layouts().of_layer(config, name, ctx.seed, causal)
-        if layout is not None:
-            pattern = replace(pattern, layout=layout)
-        of_layer = of_windows if config.windowed[i] else rotary
-        if config.unrotated[i]:
-            of_layer = None
-        # The layer is built later, by the rank that holds it; planning needs its kind and cost only.
-        blocks.append(
-            Layer(
-                name,
-                partial(
-                    transformer_block,
-                    config,
-                    experts,
-                    name,
-                    ctx,
-                    rotary=of_layer,
-                    pattern=pattern,
-                    comm_type=ctx.comm_type(i),
-                ),
-                _kind(config, experts, pattern, ctx, i),
-                is_block=True,
-                recompute=ctx.recompute,
-                noun="block with experts" if experts else "",
-                flops=partial(
-                    block_flops,
-                    config,
-                    experts,
-                    pattern=pattern,
-                    tiles=ctx.mlp_tiles,
-                    ranks=ctx.cp.size,
-                ),
-            )
-        )
-    return blocks
+    return [
+        made(i, f"{prefix}.{i}", of_windows=of_windows)
+        for i in range(config.num_layers)
+    ]
+
+
+def block_layer(
+    config: ModelConfig,
+    ctx: ParallelContext,
+    i: int,
+    name: str,
+    *,
+    rotary: Rotary | None,
+    of_windows: Rotary | None,
+    causal: bool = True,
+) -> Layer:
+    """Return a block with the options of layer i of a transformer, under a name.
+
+    of_windows: positions where the layer has a window
+    """
+    experts = config.experts[i]
+    pattern = patterns(config, causal)[i]
+    # Layers may see different blocks of keys.
+    layout = attention_layouts().of_layer(config, name, ctx.seed, causal)
+    if layout is not None:
+        pattern = replace(pattern, layout=layout)
+    of_layer = of_windows if config.windowed[i] else rotary
+    if config.unrotated[i]:
+        of_layer = None
+    # The layer is built later, by the rank that holds it; planning needs its kind and cost only.
+    return Layer(
+        name,
+        partial(
+            transformer_block,
+            config,
+            experts,
+            name,
+            ctx,
+            rotary=of_layer,
+            pattern=pattern,
+            comm_type=ctx.comm_type(i),
+        ),
+        _kind(config, experts, pattern, ctx, i),
+        is_block=True,
+        recompute=ctx.recompute,
+        noun="block with experts" if experts else "",
+        flops=partial(
+            block_flops,
+            config,
+            experts,
+            pattern=pattern,
+            tiles=ctx.mlp_tiles,
+            ranks=ctx.cp.size,
+        ),
+    )
 
 
 def patterns(config: ModelConfig, causal: bool) -> list[AttentionPattern]:

@@ -16,6 +16,7 @@ from megatron_ds.config.options.block import BlockOptions
 from megatron_ds.config.options.model import GATED, ModelConfig
 from megatron_ds.config.options.moe import MoEOptions
 from megatron_ds.extensions.sparse_layouts.sparse_options import SparseOptions
+from megatron_ds.extensions.token_predictions.options import PredictionOptions
 
 from .plain_rotation import rotated
 
@@ -25,7 +26,9 @@ PADDING = (
 
 
 @dataclass(frozen=True)
-class TinyConfig(AttentionOptions, SparseOptions, BlockOptions, MoEOptions):
+class TinyConfig(
+    AttentionOptions, SparseOptions, PredictionOptions, BlockOptions, MoEOptions
+):
     """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by
     default."""
 

@@ -6,6 +6,7 @@ Names are those of the files that `save_pretrained` writes. Conv1D weights of GP
 from functools import partial
 
 from ..family import Family, Row
+from .predictions import PREDICTING, PREDICTION_ROWS
 from .rows import (
     BIASED_MOE_ROWS,
     BIOGPT_ROWS,
@@ -349,11 +350,12 @@ FAMILIES = {
         _family(
             "glm4_moe",
             "Glm4MoeForCausalLM",
-            BIASED_MOE_ROWS,
+            (*BIASED_MOE_ROWS, *PREDICTION_ROWS),
             GLM4_MOE,
             prefix="model.",
             tied=HEAD,
             precise=EXPERT_BIAS,
+            **PREDICTING,
         ),
         _family(
             "dots1",

@@ -17,6 +17,7 @@ from ....errors import CheckpointError
 from ..settings_table import options_of, settings_of
 from .experts import BIASED_KEYS, EXPERT_KEYS, expert_options, expert_settings
 from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
+from .predictions import OTHER_NAME
 from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
 from .tables import (
@@ -189,7 +190,7 @@ BESIDE_TABLES = (
     ),
     (GPTJ, {"rotary", "scale_attn_weights"}),
     (MPT, {"resid_pdrop"}),
-    (GLM4_MOE, BIASED_KEYS | {"num_nextn_predict_layers", "num_mtp_layers"}),
+    (GLM4_MOE, BIASED_KEYS | {OTHER_NAME}),
     (DOTS1, BIASED_KEYS),
     (SMOLLM3, {"no_rope_layer_interval"}),
     (COHERE2, {"sliding_window_pattern"}),

@@ -2,6 +2,7 @@
 
 from ..settings_table import Fixed, Key, Only
 from .experts import BiasedExperts
+from .predictions import PredictionLayers
 from .rules import (
     Derived,
     EmbeddingDropout,
@@ -120,6 +121,7 @@ GLM4_MOE = (
     *BIASED_MOE,
     Key("attention_bias", "add_qkv_bias", False),
     Key("use_qk_norm", "qk_layernorm", False),
+    PredictionLayers(),
 )
 DOTS1 = (*BIASED_MOE, *QK_NORM[1:], Window(has_switch=False, layers=layers_from_first))
 SHARED = (
