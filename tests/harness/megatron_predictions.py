@@ -1,9 +1,9 @@
 """Losses and gradients of a tiny GPT with `MultiTokenPredictionBlock` of megatron-core, on a CPU, in one process.
 
-    python -m tests.harness.megatron_predictions JOB.json OUT.pt
+    python -m tests.harness.megatron_predictions JOBS.json OUT.pt
 
-A job: `model`, arguments of TransformerConfig and GPTModel; `per_token`; `tokens`, `labels`, `mask`, rows of numbers.
-OUT has `weights` and `gradients`, by megatron-core's names, `loss`, the main loss, and `means`, of each depth.
+A list of jobs: `model`, arguments of TransformerConfig and GPTModel; `per_token`; `tokens`, `labels`, `mask`, rows of numbers.
+OUT has of each `weights` and `gradients`, by megatron-core's names, `loss`, the main loss, and `means`, of each depth.
 Nothing heavy is imported at the top.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.harness.megatron_core_program import without_gpu
 
 
-def main(job: dict, out: Path) -> None:
+def main(jobs: list[dict], out: Path) -> None:
     warnings.filterwarnings("ignore")
     import torch
     from megatron.core import parallel_state
@@ -27,7 +27,7 @@ def main(job: dict, out: Path) -> None:
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         with without_gpu():
             parallel_state.initialize_model_parallel(1, 1)
-            torch.save(computed(job), out)
+            torch.save([computed(job) for job in jobs], out)
         torch.distributed.destroy_process_group()
 
 
@@ -38,6 +38,7 @@ def computed(job: dict) -> dict:
         MTPLossLoggingHelper,
     )
 
+    MTPLossLoggingHelper.tracker.clear()
     model = made(job)
     tokens, labels, mask = (
         torch.tensor(job[name]) for name in ("tokens", "labels", "mask")

@@ -55,11 +55,41 @@ OURS = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("unties", [False, True], ids=["tied", "untied"])
-@pytest.mark.parametrize("per_token", [False, True], ids=["means", "per token"])
-def test_losses_and_gradients_are_those_of_megatron_core(unties, per_token, tmp_path):
-    batch = make_batch(OURS, b=2, s=SEQUENCE)
-    theirs = of_megatron(batch, unties, per_token, tmp_path)
+CASES = {
+    "tied": (False, False),
+    "untied": (True, False),
+    "losses per token": (False, True),
+    "untied, losses per token": (True, True),
+}
+BATCH = make_batch(OURS, b=2, s=SEQUENCE)
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory) -> dict[str, dict]:
+    """What the program of megatron-core has computed, by case."""
+    folder = tmp_path_factory.mktemp("megatron")
+    jobs = [
+        {
+            "model": {**THEIRS, "share_embeddings_and_output_weights": not unties},
+            "per_token": per_token,
+            "tokens": BATCH.tokens.tolist(),
+            "labels": BATCH.labels.tolist(),
+            "mask": BATCH.loss_mask.tolist(),
+        }
+        for unties, per_token in CASES.values()
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    program = [sys.executable, "-m", "tests.harness.megatron_predictions"]
+    files = [str(folder / "jobs.json"), str(folder / "out.pt")]
+    subprocess.run([*program, *files], check=True, timeout=HUNG)
+    return dict(zip(CASES, torch.load(folder / "out.pt"), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_megatron_core(case, megatron):
+    unties, per_token = CASES[case]
+    batch = BATCH
+    theirs = megatron[case]
     model, loss, means = of_ours(batch, unties, per_token, theirs["weights"])
     assert loss.item() == pytest.approx(theirs["loss"].item(), rel=1e-5)
     torch.testing.assert_close(means, theirs["means"], rtol=1e-5, atol=0)
@@ -70,22 +100,6 @@ def test_losses_and_gradients_are_those_of_megatron_core(unties, per_token, tmp_
         torch.testing.assert_close(
             named[name].grad, grad, rtol=1e-5, atol=1e-5 * largest, msg=name
         )
-
-
-def of_megatron(batch, unties, per_token, folder) -> dict:
-    """What the program of megatron-core has computed."""
-    job = {
-        "model": {**THEIRS, "share_embeddings_and_output_weights": not unties},
-        "per_token": per_token,
-        "tokens": batch.tokens.tolist(),
-        "labels": batch.labels.tolist(),
-        "mask": batch.loss_mask.tolist(),
-    }
-    (folder / "job.json").write_text(json.dumps(job))
-    program = [sys.executable, "-m", "tests.harness.megatron_predictions"]
-    files = [str(folder / "job.json"), str(folder / "out.pt")]
-    subprocess.run([*program, *files], check=True, timeout=HUNG)
-    return torch.load(folder / "out.pt")
 
 
 def of_ours(batch, unties, per_token, weights):

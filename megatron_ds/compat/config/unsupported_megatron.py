@@ -76,7 +76,6 @@ MEGATRON_FLAGS = table(
         "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "
         "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
         "--linear-num-value-heads --linear-value-head-dim",
-        "predicting more than the next token is not available. Remove it.": "--mtp-loss-scaling-factor --mtp-num-layers",
         "the chat template of the tokenizer makes conversations texts, in megatron-ds preprocess --chat "
         "(--chat-template names another). Remove it.": "--sft-tokenizer-prompt-format",
         "distillation takes the teacher and its sizes from a checkpoint: write --distill-from PATH, with "
