@@ -10,7 +10,7 @@ same result may take its place.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -139,54 +139,79 @@ def block_layers(
     causal: bool = True,
 ) -> list[Layer]:
     """Return the blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
-    blocks = []
-    rotaries = {mixer: mixer.rotary(config, rotary) for mixer in mixers_of(config)}
-    of_windows = make_window_rotary(config)
-    for i, (experts, pattern) in enumerate(
-        zip(config.experts, patterns(config, causal), strict=True)
-    ):
-        name = f"{prefix}.{i}"
-        # Layers may see different blocks of keys.
-        layout = attention_layouts().of_layer(config, name, ctx.seed, causal)
-        if layout is not None:
-            pattern = replace(pattern, layout=layout)
-        mixer = mixer_of(config, i)
-        of_layer = rotaries[mixer]
-        if config.windowed[i]:
-            of_layer = of_windows or of_layer
+    rotaries = make_rotaries(config, rotary)
+    made = partial(block_layer, config, ctx, rotaries=rotaries, causal=causal)
+    return [made(i, f"{prefix}.{i}") for i in range(config.num_layers)]
+
+
+@dataclass(frozen=True)
+class Rotaries:
+    """Rotary embeddings that the blocks of a model share: by their mixer, and of layers with a window."""
+
+    by_mixer: dict[Mixer, Rotary | None]
+    of_windows: Rotary | None
+
+    def of(self, config: ModelConfig, i: int) -> Rotary | None:
+        """Return that of layer i; None for a layer without."""
         if config.unrotated[i]:
-            of_layer = None
-        # The layer is built later, by the rank that holds it; planning needs its kind and cost only.
-        blocks.append(
-            Layer(
-                name,
-                partial(
-                    mixer.block or transformer_block,
-                    config,
-                    experts,
-                    name,
-                    ctx,
-                    rotary=of_layer,
-                    pattern=pattern,
-                    comm_type=ctx.comm_type(i),
-                    mixer=mixer,
-                ),
-                mixer.kind + _kind(config, experts, pattern, ctx, i),
-                is_block=True,
-                recompute=ctx.recompute,
-                noun="block with experts" if experts else "",
-                flops=partial(
-                    mixer.block_flops or block_flops,
-                    config,
-                    experts,
-                    pattern=pattern,
-                    tiles=ctx.mlp_tiles,
-                    ranks=ctx.cp.size,
-                    mixer=mixer,
-                ),
-            )
-        )
-    return blocks
+            return None
+        found = self.by_mixer[mixer_of(config, i)]
+        if config.windowed[i]:
+            return self.of_windows or found
+        return found
+
+
+def make_rotaries(config: ModelConfig, shared: Rotary | None) -> Rotaries:
+    """Return the rotary embeddings of a model's blocks. shared: that of the model's heads"""
+    by_mixer = {mixer: mixer.rotary(config, shared) for mixer in mixers_of(config)}
+    return Rotaries(by_mixer, make_window_rotary(config))
+
+
+def block_layer(
+    config: ModelConfig,
+    ctx: ParallelContext,
+    i: int,
+    name: str,
+    *,
+    rotaries: Rotaries,
+    causal: bool = True,
+) -> Layer:
+    """Return a block with the options of layer i of a transformer, under a name."""
+    experts = config.experts[i]
+    pattern = patterns(config, causal)[i]
+    mixer = mixer_of(config, i)
+    # Layers may see different blocks of keys.
+    layout = attention_layouts().of_layer(config, name, ctx.seed, causal)
+    if layout is not None:
+        pattern = replace(pattern, layout=layout)
+    # The layer is built later, by the rank that holds it; planning needs its kind and cost only.
+    return Layer(
+        name,
+        partial(
+            mixer.block or transformer_block,
+            config,
+            experts,
+            name,
+            ctx,
+            rotary=rotaries.of(config, i),
+            pattern=pattern,
+            comm_type=ctx.comm_type(i),
+            mixer=mixer,
+        ),
+        mixer.kind + _kind(config, experts, pattern, ctx, i),
+        is_block=True,
+        recompute=ctx.recompute,
+        noun="block with experts" if experts else "",
+        flops=partial(
+            mixer.block_flops or block_flops,
+            config,
+            experts,
+            pattern=pattern,
+            tiles=ctx.mlp_tiles,
+            ranks=ctx.cp.size,
+            mixer=mixer,
+        ),
+    )
 
 
 def patterns(config: ModelConfig, causal: bool) -> list[AttentionPattern]:

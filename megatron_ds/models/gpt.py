@@ -8,6 +8,7 @@ biases. Each choice is a field of the config, so all mixtures exist too.
 from functools import partial
 
 from ..config.options.model import ModelConfig
+from ..features import features
 from ..mpu.context import ParallelContext
 from .architecture import MODELS, language_model
 from .attention import make_rotary
@@ -24,7 +25,7 @@ def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     norm = "decoder.final_layernorm"
-    return [
+    layers = [
         Layer("embedding", partial(Embedding, config, ctx, tied=tied), "embedding"),
         *block_layers(config, "decoder.layers", ctx, rotary=rotary),
         Layer(norm, partial(FinalNorm, config, ctx, norm), "norm", noun="final norm"),
@@ -39,3 +40,7 @@ def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
             noun="output head",
         ),
     ]
+    for feature in features():
+        if feature.model_layers is not None:
+            layers = feature.model_layers(layers, config, ctx)
+    return layers

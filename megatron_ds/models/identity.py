@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config.options.model import ModelConfig
+from ..features import features
 from .architecture import MODELS
 from .attention import scaled_rotary_base
 from .attention_layouts import attention_layouts
@@ -120,12 +121,13 @@ def model_identity(model: ModelConfig) -> dict:
         *(MOE_FIELDS if experts else ()),
     )
     of_mixers = (name for mixer in mixers_of(model) for name in mixer.fields)
-    features = {
+    added = (name for feature in features() for name in feature.model_fields)
+    others = {
         name: value
-        for name in (*FEATURE_FIELDS, *attention_layouts().fields, *of_mixers)
+        for name in (*FEATURE_FIELDS, *attention_layouts().fields, *of_mixers, *added)
         if (value := getattr(model, name)) != getattr(ModelConfig, name)
     }
-    return experts | {name: getattr(model, name) for name in names} | features
+    return experts | {name: getattr(model, name) for name in names} | others
 
 
 def with_positions_of(ours: Mapping, theirs: Mapping) -> dict:

@@ -25,9 +25,10 @@ import torch
 from torch import nn
 
 from ..batch.batch import Batch
-from ..batch.ledger import DISCARDING
+from ..batch.ledger import Ledger
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..features import features
 from ..host.regular_file import read_text
 from ..models import MODELS, Layer
 from ..mpu.agree import on_one_rank
@@ -36,6 +37,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.group import Group, coordinates_of
 from ..mpu.mesh import Mesh
 from ..mpu.pipeline_channels import channels_over
+from ..pipeline.backward import attach
 from ..tensor_parallel.init import initialize
 from .run_model import blank_batch, boundary_shape
 
@@ -246,10 +248,13 @@ def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]
     architecture = MODELS[model.model]
     layers = architecture(model, ctx)
     x = _activation(config, ctx)
-    batch = blank_batch(config, ctx.slice, device).with_ledger(DISCARDING)
-    loss = lambda y: (
-        architecture.loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
+    ledger = Ledger()
+    batch = blank_batch(config, ctx.slice, device).with_ledger(ledger)
+    loss = lambda y: _with_terms(
+        architecture.loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective,
+        ledger,
     )
+    output = lambda y: _with_terms(y, ledger)
     costs = {}
     first = layers[0].kind
     last = layers[-1].kind
@@ -258,10 +263,23 @@ def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]
         initialize(list(module.parameters()), config.train.seed, coordinates_of(tp))
         given = None if kind == first else x
         costs[kind] = _time_layer(
-            module, given, batch, loss if kind == last else lambda y: y, device
+            module, given, batch, loss if kind == last else output, device
         )
         del module
     return costs
+
+
+def _with_terms(y: torch.Tensor, ledger: Ledger) -> torch.Tensor:
+    """Return y with the loss terms that the layer has added, whose backward is part of its own."""
+    terms = [
+        entry
+        for entry in ledger.take()
+        if entry.weight is not None and entry.value.requires_grad
+    ]
+    if not terms:
+        return y
+    gradients = [entry.gradient(1.0, None) for entry in terms]
+    return attach(y, [entry.value for entry in terms], gradients)
 
 
 def time_transfer(config: RunConfig, pp: Group, ctx: ParallelContext) -> float:
@@ -363,6 +381,7 @@ def _run_key(config: RunConfig, device: torch.device) -> dict:
             m.dense_width,
             config.grid().ep,
         ],
+        "further": [getattr(m, n) for one in features() for n in one.model_fields],
         "dropout": [m.hidden_dropout, m.attention_dropout],
         "micro_batch_size": train.micro_batch_size,
         "recompute": train.recompute_granularity,

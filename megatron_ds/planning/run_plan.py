@@ -189,11 +189,7 @@ def plan_schedule(
     ends = (0, shape.num_stages - 1)
     # On one rank, embedding and head share the parameter itself.
     on_two_ranks = shape.placement[ends[0]] != shape.placement[ends[1]]
-    tied = (
-        ends
-        if on_two_ranks and not config.model.untie_embeddings_and_output_weights
-        else ()
-    )
+    tied = ends if on_two_ranks and ties_ends(config) else ()
     return passes.lower(
         schedule,
         shape.num_stages,
@@ -201,6 +197,12 @@ def plan_schedule(
         gather=keep_gathered,
         reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded",
     )
+
+
+def ties_ends(config: RunConfig) -> bool:
+    """Return whether the last layer has a weight of the first one."""
+    layers = MODELS[config.model.model](config.model, ParallelContext())
+    return layers[-1].tied_to is not None
 
 
 def order(

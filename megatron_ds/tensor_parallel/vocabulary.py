@@ -31,7 +31,14 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Collective: all-reduce. With sequence parallelism reduce-scatter, and all-gather in backward."""
-        return _Embedding.apply(tokens, self.weight, self.group, self.sequence_parallel)
+        return parallel_lookup(tokens, self.weight, self.group, self.sequence_parallel)
+
+
+def parallel_lookup(
+    tokens: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool
+) -> torch.Tensor:
+    """tokens [b, s], weight [V'/t, h] → [s, b, h]; with sequence parallelism [s/t, b, h]. Collective."""
+    return _Embedding.apply(tokens, weight, group, sequence_parallel)
 
 
 def vocabulary_spec(

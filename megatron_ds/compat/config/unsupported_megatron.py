@@ -72,7 +72,6 @@ MEGATRON_FLAGS = table(
         "--ds-sequence-parallel-fpdt-offloading",
         "attention sees all keys that its options name. Remove it.": "--dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
         "--dsa-indexer-topk",
-        "predicting more than the next token is not available. Remove it.": "--mtp-loss-scaling-factor --mtp-num-layers",
         "the chat template of the tokenizer makes conversations texts, in megatron-ds preprocess --chat "
         "(--chat-template names another). Remove it.": "--sft-tokenizer-prompt-format",
         "distillation takes the teacher and its sizes from a checkpoint: write --distill-from PATH, with "

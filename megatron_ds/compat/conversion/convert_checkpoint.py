@@ -58,6 +58,7 @@ FLAGS = {
     "allow_unused": "--allow-unused",
     "qkv_packing": "--qkv-packing",
     "base": "--base",
+    "mtp_num_layers": "--mtp-num-layers",
 }
 OF_VERIFY = {
     "vocab_size",
@@ -166,6 +167,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "the weights beside which the adapters of --load were trained (default: the folder that they name)",
     },
+    "--mtp-num-layers": {
+        "type": int,
+        "metavar": "K",
+        "help": (
+            "read the first K layers of a Hugging Face folder that predict later tokens; without it they are left "
+            "out"
+        ),
+    },
     "--no-optim": {
         "action": "store_true",
         "help": "convert weights only",
@@ -221,6 +230,7 @@ def main(args: argparse.Namespace) -> int:
         args.no_optim,
         args.qkv_packing,
         args.base,
+        args.mtp_num_layers,
     )
     check_used(wishes, source, target, args.verify)
     # The bar counts the bytes of the source's tensors.

@@ -88,6 +88,8 @@ class Family:
     ignored   patterns of names that hold nothing to be learned
     precise   patterns of names that stay in fp32 beside weights of another dtype
     tied      (name, name that it must equal): of an output layer that files of tied models may hold
+    renamed   function(our name, model) -> the name by which `rows` know it
+    copies    function(model) -> name → name that it equals: of weights that their files hold several times
     """
 
     name: str
@@ -100,6 +102,8 @@ class Family:
     tied: tuple[tuple[str, str], ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     notes: Callable[[Mapping[str, Any]], Sequence[str]] = lambda settings: ()
+    renamed: Callable[[str, ModelConfig], str] = lambda name, model: name
+    copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: {}
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,9 @@ def entries_of(family: Family, model: ModelConfig) -> list[TensorMapping]:
     """Return all tensors of the model. Raises CheckpointError for one that the family has no name for."""
     found = []
     for spec in specs_of(model):
+        name = family.renamed(spec.name, model)
         entry = next(
-            filter(None, (_entry(row, spec, model) for row in family.rows)), None
+            filter(None, (_entry(row, name, spec, model) for row in family.rows)), None
         )
         if entry is None:
             raise CheckpointError(
@@ -133,8 +138,10 @@ def entries_of(family: Family, model: ModelConfig) -> list[TensorMapping]:
     return found
 
 
-def _entry(row: Row, spec: ParamSpec, model: ModelConfig) -> TensorMapping | None:
-    theirs = row.names(spec.name, spec.shape[0] if spec.shape else 0)
+def _entry(
+    row: Row, name: str, spec: ParamSpec, model: ModelConfig
+) -> TensorMapping | None:
+    theirs = row.names(name, spec.shape[0] if spec.shape else 0)
     if theirs is None or not row.suits(model):
         return None
     return TensorMapping(

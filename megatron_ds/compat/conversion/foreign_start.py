@@ -49,6 +49,7 @@ from .run_values import progress_in, tokenizer_options, updates_in
 logger = logging.getLogger(__name__)
 OURS = "megatron_ds"
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+BY_NAME = {"bfloat16": "bf16", "float16": "fp16"}
 WIDTH = 110
 
 
@@ -93,6 +94,7 @@ def foreign_defaults(
         weights_only=True,
         qkv_packing=given.get("checkpoint.qkv_packing"),
         base=_base(given.get("checkpoint.pretrained_checkpoint"), load),
+        mtp_num_layers=given.get("model.mtp_num_layers"),
     )
     # The folder is read for the options of its model; its tensors stay on disk.
     checkpoint = format_of(name).read(Path(load), wishes)
@@ -127,7 +129,14 @@ def foreign_defaults(
 
 
 def dtype_options(checkpoint: LogicalCheckpoint) -> dict[str, bool]:
-    """Return the option of the dtype that most of the tensors have; {} for fp32."""
+    """Return the option of the dtype that most of the tensors have; {} for fp32.
+
+    Weights that were stored in fewer bits have the dtype that the files state of the model.
+    """
+    settings = checkpoint.source.get("settings", {})
+    if settings.get("quantization_config"):
+        stated = settings.get("dtype") or settings.get("torch_dtype")
+        return {BY_NAME[stated]: True} if stated in BY_NAME else {}
     dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors[WEIGHT].values())
     [(dtype, _)] = dtypes.most_common(1)
     return {DTYPES[dtype]: True} if dtype in DTYPES else {}
@@ -147,6 +156,7 @@ def read_foreign(config: RunConfig, name: str | None) -> LogicalCheckpoint | Non
         weights_only=without_state,
         qkv_packing=config.checkpoint.qkv_packing,
         base=_base(config.checkpoint.pretrained_checkpoint, load),
+        mtp_num_layers=getattr(config.model, "mtp_num_layers", None),
     )
     found = format_of(name).read(Path(load), wishes)
     check_foreign(found, config.model, config.checkpoint.finetune)

@@ -27,6 +27,7 @@ class Wishes:
     allow_missing, allow_unused           names of tensors that are not errors; patterns of fnmatch
     weights_only   without optimizer state and progress
     base           folder of the weights beside which adapters were trained; None: the one that they name
+    mtp_num_layers layers of the files that predict later tokens, to be read; None: left out
     qkv_packing    of Megatron-DeepSpeed's query_key_value: "heads" or "thirds"; None: not known
     done           called with the bytes of each tensor of the source that was converted
     """
@@ -44,6 +45,7 @@ class Wishes:
     weights_only: bool = False
     qkv_packing: str | None = None
     base: Path | None = None
+    mtp_num_layers: int | None = None
     done: Callable[[int], object] = lambda count: None
 
 

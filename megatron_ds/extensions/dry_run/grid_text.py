@@ -14,6 +14,7 @@ grid: 8 ranks = tensor 2 × pipeline 2 × data 2, order tp-cp-ep-dp-pp; rank 5 i
 from collections.abc import Iterator, Sequence
 
 from ...mpu.grid import Grid, ranks_in_short
+from ...planning.run_plan import ties_ends
 from .plan_tables import table
 from .world_plan import WorldPlan
 
@@ -29,8 +30,7 @@ def is_tied(plan: WorldPlan) -> bool:
     """Return whether the first and the last stage share the embedding and are on different ranks."""
     # Stage → pipeline rank.
     placement = plan.run.shape.placement
-    ties = not plan.config.model.untie_embeddings_and_output_weights
-    return ties and placement[0] != placement[-1]
+    return ties_ends(plan.config) and placement[0] != placement[-1]
 
 
 def grid_text(

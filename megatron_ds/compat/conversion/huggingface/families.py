@@ -8,6 +8,7 @@ from functools import partial
 from ..family import Family, Row
 from .mixer_rows import NEMOTRON_H_ROWS, QWEN3_5_ROWS, QWEN3_NEXT_ROWS
 from .mixer_tables import NEMOTRON_H, QWEN3_5, QWEN3_NEXT
+from .predictions import PREDICTING, PREDICTION_ROWS
 from .rows import (
     BIASED_MOE_ROWS,
     BIOGPT_ROWS,
@@ -382,11 +383,12 @@ FAMILIES = {
         _family(
             "glm4_moe",
             "Glm4MoeForCausalLM",
-            BIASED_MOE_ROWS,
+            (*BIASED_MOE_ROWS, *PREDICTION_ROWS),
             GLM4_MOE,
             prefix="model.",
             tied=HEAD,
             precise=EXPERT_BIAS,
+            **PREDICTING,
         ),
         _family(
             "dots1",

@@ -45,8 +45,10 @@ from ..formats import Format, Wishes
 from ..malformed import WRONG_KIND
 from ..published import published
 from ..run_values import LOWER_CASE, TOKENIZER_CONFIG
+from .block_scales import QUANTIZED, without_scales
 from .families import FAMILIES, REFUSED
 from .keys import ROTARY_KEYS
+from .predictions import OTHER_NAME, left_out, number_of, options_of_depths
 from .rules import layer_frequency
 from .windows import skip_frequency
 
@@ -63,8 +65,6 @@ DTYPES = {
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Weights that are added to those of a model, as peft writes them.
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-# A checkpoint of these was not trained at full precision; its tensors are integers with scales.
-QUANTIZED = "quantization_config"
 
 
 # ------------------------------------------------------------------ reading
@@ -126,12 +126,6 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     # The settings decide the family, and whether its weights can be trained.
     raw = read_raw(folder)
     family = family_of(raw.settings, folder)
-    if QUANTIZED in raw.settings:
-        raise CheckpointError(
-            f"{folder / CONFIG} has a {QUANTIZED}: its weights are quantized, and cannot "
-            "be trained. Give the folder of the model before it was quantized, or one that "
-            "transformers writes of its dequantized weights."
-        )
     for key in ("dtype", "torch_dtype"):
         if not isinstance(raw.settings.get(key), str | None):
             raise CheckpointError(
@@ -141,6 +135,7 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
     # Damaged settings raise any error, which is reported with the file.
     try:
         options = family.options(raw.settings)
+        options |= options_of_depths(wishes.mtp_num_layers, family, raw.settings)
     except WRONG_KIND as error:
         raise CheckpointError(
             f"{folder / CONFIG} is damaged: {type(error).__name__} {error}."
@@ -151,12 +146,14 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
         ) from error
     # The weights are renamed and packed; a missing, unused or misshapen tensor is an error.
     model = model_of(options, folder / CONFIG)
-    tensors = with_prefix(raw.tensors[WEIGHT], family)
+    stored = without_scales(raw.settings, raw.tensors[WEIGHT], folder / CONFIG)
+    tensors = with_prefix(stored, family)
     options, tensors = check_tied(options, tensors, model, family)
     model = model_of(options, folder / CONFIG)
     entries = entries_of(family, model)
     absent = missing(entries, tensors, wishes.allow_missing)
-    left = unused(entries, tensors, family, wishes.allow_unused)
+    allowed = (*wishes.allow_unused, *left_out(family, model, raw.settings))
+    left = unused(entries, tensors, family, allowed)
     ours = to_ours(entries, tensors, model)
     ours |= initial(entries, {entry.ours for entry in entries} - ours.keys())
     # Tokenizer and generation settings are kept for a conversion back.
@@ -202,20 +199,39 @@ def check_tied(
     model: ModelConfig,
     family: Family,
 ) -> tuple[dict, Mapping[str, StoredTensor]]:
-    """Return the tensors without heads that equal embeddings. Raises CheckpointError if a tied head differs."""
+    """Return the tensors without heads that equal embeddings, and without other copies. Raises CheckpointError if one
+    of them differs."""
+    for copy, original in family.copies(model).items():
+        tensors = _without_copy(
+            copy,
+            original,
+            tensors,
+            "which each layer that predicts later tokens shares with the model. Such a layer with weights of its own "
+            "is not computed: omit --mtp-num-layers.",
+        )
     if model.untie_embeddings_and_output_weights:
         return options, tensors
     for head, original in family.tied:
-        if head not in tensors or original not in tensors:
-            continue
-        if not torch.equal(tensors[head].read(), tensors[original].read()):
-            raise CheckpointError(
-                f"{tensors[head].place} differs from {original}, although "
-                "tie_word_embeddings is true. Set it to false in config.json if the model "
-                "has an output layer of its own; remove the tensor if it has not."
-            )
-        tensors = {name: tensor for name, tensor in tensors.items() if name != head}
+        tensors = _without_copy(
+            head,
+            original,
+            tensors,
+            "although tie_word_embeddings is true. Set it to false in config.json if the model has an output layer of "
+            "its own; remove the tensor if it has not.",
+        )
     return options, tensors
+
+
+def _without_copy(
+    copy: str, original: str, tensors: Mapping[str, StoredTensor], why: str
+) -> Mapping[str, StoredTensor]:
+    """Return the tensors without a copy of another one. why: end of the message of the CheckpointError where it
+    differs"""
+    if copy not in tensors or original not in tensors:
+        return tensors
+    if not torch.equal(tensors[copy].read(), tensors[original].read()):
+        raise CheckpointError(f"{tensors[copy].place} differs from {original}, {why}")
+    return {name: tensor for name, tensor in tensors.items() if name != copy}
 
 
 # ------------------------------------------------------------------ writing
@@ -257,10 +273,10 @@ def _differences(family: Family, model: ModelConfig) -> list[str]:
     """Return the options that differ after a round trip through the settings of a family."""
     wanted = _identity(model)
     try:
-        settings = family.settings(model)
-        found = _identity(
-            model_of(family.options({**settings, **family.about}), family.name)
-        )
+        settings = {**family.settings(model), **family.about}
+        options = family.options(settings)
+        options |= options_of_depths(number_of(settings), family, settings)
+        found = _identity(model_of(options, family.name))
     except (CheckpointError, TypeError, KeyError, ValueError) as error:
         return [str(error), *map(str, range(9))]
     return [
@@ -285,6 +301,8 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
     model = model_of(checkpoint.model, checkpoint.folder)
     family = family_for(checkpoint, model, wishes)
     theirs = to_theirs(entries_of(family, model), checkpoint.tensors[WEIGHT], model)
+    for copy, original in family.copies(model).items():
+        theirs[copy] = theirs[original]
     settings = config_of(checkpoint, family, model)
     # Without --dtype the weights take the dtype of the source's config.json.
     default = settings.get("dtype") or settings.get("torch_dtype")
@@ -357,7 +375,7 @@ def config_of(
     kept = {
         name: value
         for name, value in source.get("settings", {}).items()
-        if name not in ROTARY_KEYS
+        if name not in {*ROTARY_KEYS, QUANTIZED, OTHER_NAME}
     }
     settings = kept | family.settings(model) | dict(family.about)
     if kept:
@@ -475,7 +493,7 @@ FORMAT = Format(
     detect,
     read,
     write,
-    reads=("allow_missing", "allow_unused"),
+    reads=("allow_missing", "allow_unused", "mtp_num_layers"),
     writes=("dtype", "family", "shard_bytes"),
     expects=expects,
 )

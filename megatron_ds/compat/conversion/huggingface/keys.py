@@ -215,11 +215,11 @@ def _aux_loss(known: set[str], settings: Settings) -> str:
 def _predicted_tokens(known: set[str], settings: Settings) -> str:
     names = "num_nextn_predict_layers", "num_mtp_layers"
     number = next((settings[name] for name in names if settings.get(name)), 0)
-    if not number or "n_routed_experts" not in known:
+    if not number or not known & {*names}:
         return ""
     return (
-        f"{names[0]} {number}: layers that predict later tokens are not computed, as in transformers; if the files "
-        "have their tensors, allow them with --allow-unused"
+        f"{names[0]} {number}: layers that predict later tokens are read and trained with --mtp-num-layers {number}, "
+        "and left out without it"
     )
 
 

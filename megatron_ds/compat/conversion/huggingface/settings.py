@@ -20,6 +20,7 @@ from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .latents import LATENT_KEYS
 from .mixer_settings import HALF_KEYS, LinearLayers
 from .mixer_tables import NEMOTRON_H, QWEN3_5, QWEN3_NEXT
+from .predictions import OTHER_NAME
 from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
 from .tables import (
@@ -273,7 +274,7 @@ BESIDE_TABLES = (
     ),
     (GPTJ, {"rotary", "scale_attn_weights"}),
     (MPT, {"resid_pdrop"}),
-    (GLM4_MOE, BIASED_KEYS | {"num_nextn_predict_layers", "num_mtp_layers"}),
+    (GLM4_MOE, BIASED_KEYS | {OTHER_NAME}),
     (DOTS1, BIASED_KEYS),
     *(
         (table, BIASED_KEYS | LATENT_KEYS | WITHOUT_LOSS)

@@ -9,6 +9,7 @@ from .latents import (
     LatentWidths,
     LayerKinds,
 )
+from .predictions import PredictionLayers
 from .rules import (
     Derived,
     EmbeddingDropout,
@@ -127,6 +128,7 @@ GLM4_MOE = (
     *BIASED_MOE,
     Key("attention_bias", "add_qkv_bias", False),
     Key("use_qk_norm", "qk_layernorm", False),
+    PredictionLayers(),
 )
 DOTS1 = (*BIASED_MOE, *QK_NORM[1:], Window(has_switch=False, layers=layers_from_first))
 INDEXER = "sparse attention with an indexer (DSA)"
