@@ -403,19 +403,29 @@ FAMILIES = {
             _family(
                 model_type,
                 architecture,
-                LATENT_ROWS,
+                (*LATENT_ROWS, *PREDICTION_ROWS),
                 table,
                 prefix="model.",
                 tied=HEAD,
                 precise=EXPERT_BIAS,
                 ignored=INVERSE,
+                **PREDICTING,
             )
             for model_type, architecture, table in (
                 ("deepseek_v3", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
                 ("kimi_k2", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
-                ("deepseek_v2", "DeepseekV2ForCausalLM", DEEPSEEK_V2),
                 ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", GLM4_MOE_LITE),
             )
+        ),
+        _family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            LATENT_ROWS,
+            DEEPSEEK_V2,
+            prefix="model.",
+            tied=HEAD,
+            precise=EXPERT_BIAS,
+            ignored=INVERSE,
         ),
         _family(
             "stablelm",

@@ -260,9 +260,7 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
     },
 }
 # Losses and ranks of DeepSeek's own training, which transformers has no code for, and what a note states.
-WITHOUT_LOSS = frozenset(
-    "aux_loss_alpha seq_aux ep_size num_nextn_predict_layers num_mtp_layers".split()
-)
+WITHOUT_LOSS = frozenset("aux_loss_alpha seq_aux ep_size".split()) | {OTHER_NAME}
 # Settings that rules of one table read, or that have no effect on its models.
 BESIDE_TABLES = (
     (GEMMA2, ROTARY_KEYS | WINDOW_KEYS | {"sliding_window_pattern"}),

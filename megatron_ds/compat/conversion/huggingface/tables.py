@@ -162,6 +162,7 @@ DEEPSEEK_V3 = (
     ExpertGroups(2, ("noaux_tc", "noaux_tc")),
     Only("norm_topk_prob", (True,)),
     Only("scoring_func", ("sigmoid",)),
+    PredictionLayers(),
 )
 GLM4_MOE_LITE = (*DEEPSEEK_V3, LayerKinds())
 DEEPSEEK_V2 = (
