@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Plan a model of the size of DeepSeek-V3 (arXiv:2412.19437) on 2,048 GPUs, without any: parameters, memory,
+# Plan DeepSeek-V3 (arXiv:2412.19437) on 2,048 GPUs, without any: parameters, memory,
 # traffic and schedule of every rank, in seconds on a laptop.
 #
 #     bash examples/deepseek_v3_dry_run.sh [further flags of pretrain_gpt.py]
@@ -7,16 +7,16 @@
 # 61 layers of width 7168, the first 3 dense; 256 experts of width 2048 in the others, of which a token uses 8
 # from 4 of 8 groups, and a shared one; sigmoid scores and a bias for balance.
 #
-# Attention is grouped-query attention. 96 heads and 6 groups of 128 channels have 187,170,816 weights a layer,
-# where multi-head latent attention has 187,107,328 with its norms: 671,030,277,120 parameters in place of
-# 671,026,404,352 without the routers' biases (0.0006 % more). Its next-token-after-next head is left out.
+# Attention is multi-latent: 187,107,328 weights a layer with its norms, and 671,026,404,352 in all without the
+# routers' biases, as the published model has without its next-token-after-next head.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 model=(
     --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432
-    --num-attention-heads 96 --num-query-groups 6 --kv-channels 128
-    --swiglu --normalization RMSNorm --position-embedding-type rope
+    --multi-latent-attention --num-attention-heads 128 --q-lora-rank 1536 --kv-lora-rank 512
+    --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm
+    --swiglu --normalization RMSNorm --norm-epsilon 1e-6
     --disable-bias-linear --untie-embeddings-and-output-weights
     --hidden-dropout 0 --attention-dropout 0
     --seq-length 4096 --vocab-size 129279          # and the end of a document

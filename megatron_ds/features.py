@@ -149,6 +149,7 @@ class Feature:
     is_on      (RunConfig) -> whether a run uses `layers`, `added`, `lengths`, `order`, `kept` and `planned`, whose
                modules are loaded then; None: always
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
+    settles    (RunConfig) -> the same: what the feature sets in place of what sources give
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
     registers  noun of a registry → name of an entry → the module that registers it, imported when the entry is used;
@@ -162,6 +163,8 @@ class Feature:
                layers of a GPT. Conversions have them, too
     model_fields  names of those options, which a checkpoint and a run that loads it must have alike
     layouts    a function that returns the `models.attention_layouts.AttentionLayouts`, by which layers see some keys
+    mixer      (ModelConfig, number of a block) -> `models.mixers.Mixer`, which fills the slot of its attention; None:
+               as without the feature
     after      names of features whose `layers` come first
     added      (RunConfig) -> `config.added_weights.AddedWeights`, if the run trains those alone, beside frozen weights.
                Its noun is the name of the feature
@@ -194,6 +197,7 @@ class Feature:
     formerly: str = ""
     is_on: Callable[[Any], bool] | None = None
     implies: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
+    settles: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
     rules: Sequence[Callable[[Any], Iterable[str]]] = ()
     provides: Mapping[str, Later] = field(default_factory=dict)
     registers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -205,6 +209,7 @@ class Feature:
     model_layers: Callable[[list, Any, Any], list] | None = None
     model_fields: Sequence[str] = ()
     layouts: Callable[[], Any] | None = None
+    mixer: Callable[[Any, int], Any | None] | None = None
     after: Sequence[str] = ()
     added: Callable[[Any], Any | None] | None = None
     unloadable: Callable[[Mapping, Mapping | None, Any], Iterable[str]] | None = None
@@ -592,6 +597,7 @@ def _names(found: Sequence[Feature]) -> Iterator[str]:
             "rules": feature.rules,
             "objective": feature.objective,
             "layers": feature.layers,
+            "mixers": feature.mixer,
             "added weights": feature.added,
             "lengths": feature.lengths,
             "order": feature.order,
@@ -636,7 +642,8 @@ def _is_needed(entry: Mapping, config: Any) -> bool:
     sources = sections.get("sources")
     given = {str(path).partition(".")[0] for path in sources or ()}
     supplies = _supplies(entry)
-    changes_layers = any(word.startswith("layers of ") for word in supplies)
+    parts = ("layers of ", "mixers of ")
+    changes_layers = any(word.startswith(parts) for word in supplies)
     own = _sections(entry)
     return (
         bool(named & set(supplies)) or bool(own & given) or changes_layers and not own

@@ -20,8 +20,11 @@ class Past(Protocol):
         core: Any,  # a `CoreAttention`, of a later floor
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | int,
         batch: Any,  # the `Batch` that has this past
     ) -> torch.Tensor:
         """Keep k and v [s, 1, g, d] of the attention layer `name`, and attend with q [s, 1, n, d] to all tokens
-        that each query sees → [s, 1, n * d]."""
+        that each query sees → [s, 1, n * d].
+
+        v: also a number of first channels of k, which are the values then, and are kept once
+        """

@@ -6,6 +6,7 @@ more.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -45,17 +46,38 @@ class SharedKeys:
         return _Attention.apply(q, k, v, scoring.sink, self, visible, scoring, keep)
 
 
+class _Pair(NamedTuple):
+    """Shapes of keys [s, b, g, d] and values, which travel in one block; their widths may differ."""
+
+    keys: torch.Size
+    values: torch.Size
+
+    def joined(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the block, flat and contiguous."""
+        block = k.new_empty(self.keys.numel() + self.values.numel())
+        for part, t in zip(self.parts(block), (k, v), strict=True):
+            part.copy_(t)
+        return block
+
+    def parts(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Return keys and values of a block, views."""
+        flat = block.split([shape.numel() for shape in self])
+        return [t.view(shape) for t, shape in zip(flat, self, strict=True)]
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, shared, visible, scoring, keep):
-        own = torch.stack((k, v))
+        pair = _Pair(k.shape, v.shape)
+        own = pair.joined(k, v)
         here = shared.positions[shared.group.rank]
-        partial = PartialAttention(q, here, visible, scoring, keep)
-        for owner, (keys, values) in shared.exchange.forward(own, shared.group):
-            partial.add(keys, values, shared.positions[owner])
+        partial = PartialAttention(q, here, visible, scoring, keep, v.shape[3])
+        for owner, block in shared.exchange.forward(own, shared.group):
+            partial.add(*pair.parts(block), shared.positions[owner])
         out, sums = partial.result()
         ctx.save_for_backward(q, own, sink, out, sums)
         ctx.shared = shared
+        ctx.pair = pair
         ctx.settings = visible, scoring, keep
         return out
 
@@ -76,8 +98,11 @@ class _Attention(torch.autograd.Function):
         )
 
         def add(owner, block, gradient):
-            partial.add(*block, shared.positions[owner], gradient)
+            keys, values = ctx.pair.parts(block)
+            totals = ctx.pair.parts(gradient)
+            partial.add(keys, values, shared.positions[owner], totals)
 
-        dk, dv = shared.exchange.backward(own, shared.group, add).to(own.dtype)
+        total = shared.exchange.backward(own, shared.group, add).to(own.dtype)
+        dk, dv = ctx.pair.parts(total)
         dsink = None if sink is None else partial.of_sink(sink)
         return partial.dq.to(q.dtype), dk, dv, dsink, None, None, None, None

@@ -4,16 +4,14 @@ Dropout comes before each sum. With a parallel residual: x + attention(norm(x)) 
 (Black et al. 2022, arXiv:2204.06745, section 2.1); with a shared norm both read the first (Wang and Komatsuzaki
 2021, GPT-J). Outputs of both halves may be normalized too, before dropout.
 
-`Block` has two slots: attention, a module `forward(x, batch)`, and feed_forward, a module of the
-same call; both take and return [s(/t), b, h]. A mixture of experts or another kind of
-attention fills one of them. `Block.run` is how these modules are run: another function with the same result may take
-its place.
+`Block` has two slots: attention, a module `forward(x, batch)` that a `Mixer` makes, and feed_forward, a module of the
+same call; both take and return [s(/t), b, h]. `Block.run` is how these modules are run: another function with the
+same result may take its place.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,23 +25,14 @@ from ..ops.activation import ACTIVATIONS
 from ..ops.attention_pattern import CAUSAL, FULL, AttentionPattern
 from ..ops.norms import Norm
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .attention import Rotary, SelfAttention, make_window_rotary
+from .attention import Rotary, make_window_rotary
 from .attention_layouts import attention_layouts
-from .core_choice import make_core
 from .embedding import rounded, scaled
 from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
+from .mixers import SELF_ATTENTION, Attention, Mixer, mixer_of, mixers_of
 from .normalization import make_norm
 from .sequence_tiles import in_tiles, number_of_tiles
-
-
-class Attention(Protocol):
-    """What fills the first slot, a module. recompute_core: in backward, as `SelfAttention` has it"""
-
-    recompute_core: bool
-
-    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x [s(/t), b, h] → the same shape."""
 
 
 class Block(nn.Module):
@@ -150,12 +139,24 @@ def block_layers(
     causal: bool = True,
 ) -> list[Layer]:
     """Return the blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
-    made = partial(block_layer, config, ctx, rotary=rotary, causal=causal)
-    of_windows = make_window_rotary(config) or rotary
+    rotaries = rotaries_of(config, rotary)
     return [
-        made(i, f"{prefix}.{i}", of_windows=of_windows)
-        for i in range(config.num_layers)
+        block_layer(config, ctx, i, f"{prefix}.{i}", rotary=of_block, causal=causal)
+        for i, of_block in enumerate(rotaries)
     ]
+
+
+def rotaries_of(config: ModelConfig, rotary: Rotary | None) -> list[Rotary | None]:
+    """Return the rotary embedding of each block. rotary: of the model's heads; those with other heads have another"""
+    of_mixers = {mixer: mixer.rotary(config, rotary) for mixer in mixers_of(config)}
+    of_windows = make_window_rotary(config)
+    found: list[Rotary | None] = []
+    for i in range(config.num_layers):
+        of_block = of_mixers[mixer_of(config, i)]
+        if config.windowed[i]:
+            of_block = of_windows or of_block
+        found.append(None if config.unrotated[i] else of_block)
+    return found
 
 
 def block_layer(
@@ -165,22 +166,16 @@ def block_layer(
     name: str,
     *,
     rotary: Rotary | None,
-    of_windows: Rotary | None,
     causal: bool = True,
 ) -> Layer:
-    """Return a block with the options of layer i of a transformer, under a name.
-
-    of_windows: positions where the layer has a window
-    """
+    """Return a block with the options of block i of a transformer, under a name. rotary: by `rotaries_of`"""
     experts = config.experts[i]
+    mixer = mixer_of(config, i)
     pattern = patterns(config, causal)[i]
     # Layers may see different blocks of keys.
     layout = attention_layouts().of_layer(config, name, ctx.seed, causal)
     if layout is not None:
         pattern = replace(pattern, layout=layout)
-    of_layer = of_windows if config.windowed[i] else rotary
-    if config.unrotated[i]:
-        of_layer = None
     # The layer is built later, by the rank that holds it; planning needs its kind and cost only.
     return Layer(
         name,
@@ -190,11 +185,12 @@ def block_layer(
             experts,
             name,
             ctx,
-            rotary=of_layer,
+            rotary=rotary,
             pattern=pattern,
             comm_type=ctx.comm_type(i),
+            mixer=mixer,
         ),
-        _kind(config, experts, pattern, ctx, i),
+        mixer.kind + _kind(config, experts, pattern, ctx, i),
         is_block=True,
         recompute=ctx.recompute,
         noun="block with experts" if experts else "",
@@ -205,6 +201,7 @@ def block_layer(
             pattern=pattern,
             tiles=ctx.mlp_tiles,
             ranks=ctx.cp.size,
+            mixer=mixer,
         ),
     )
 
@@ -250,8 +247,9 @@ def transformer_block(
     rotary: Rotary | None,
     pattern: AttentionPattern = CAUSAL,
     comm_type: str = "p2p",
+    mixer: Mixer = SELF_ATTENTION,
 ) -> Block:
-    """Return the block of a transformer: self-attention and a feed-forward, dense or of some experts.
+    """Return the block of a transformer: attention, or another mixer, and a feed-forward, dense or of some experts.
 
     comm_type: how context-parallel ranks share attention, of `context_attention.COMM_TYPES`
 
@@ -269,20 +267,18 @@ def transformer_block(
         )
     # Both halves end in a layer with this deviation, as their outputs are summed over the blocks.
     std = output_std(config)
-    attention = f"{name}.self_attention"
-    core = make_core(
-        config, f"{attention}.core_attention", ctx, pattern=pattern, comm_type=comm_type
+    attention = mixer.make(
+        config,
+        f"{name}.self_attention",
+        ctx,
+        output_std=std,
+        rotary=rotary,
+        pattern=pattern,
+        comm_type=comm_type,
     )
     make = partial(_with_experts, experts) if experts else MLP
-    return Block(
-        config,
-        name,
-        ctx,
-        attention=SelfAttention(
-            config, attention, ctx, output_std=std, rotary=rotary, core=core
-        ),
-        feed_forward=make(config, f"{name}.mlp", ctx, output_std=std),
-    )
+    feed_forward = make(config, f"{name}.mlp", ctx, output_std=std)
+    return Block(config, name, ctx, attention=attention, feed_forward=feed_forward)
 
 
 def _with_experts(
@@ -378,24 +374,24 @@ def block_flops(
     pattern: AttentionPattern = CAUSAL,
     tiles: int = 1,
     ranks: int = 1,
+    mixer: Mixer = SELF_ATTENTION,
 ) -> LayerFlops:
     """Megatron's formula for a transformer block; causal attention counts half of its full matrix, and a
     window the scores within it.
 
-    A block with experts counts the k experts of a token, its dense part, and the router. tiles: of a dense
-    feed-forward, as in `ParallelContext.mlp_tiles`, on each of so many context-parallel `ranks`
+    tiles: of a dense feed-forward, as in `ParallelContext.mlp_tiles`, on each of so many context-parallel `ranks`
     """
-    s = seq_length
-    h = config.hidden_size
-    queries = config.num_attention_heads * config.head_dim
-    keys_values = 2 * config.query_groups * config.head_dim
-    projections = 6 * (h * (queries + keys_values) + queries * h)
-    width = (
-        config.moe_router_topk * config.expert_ffn_size + config.dense_width
-        if experts
-        else config.ffn_size
-    )
-    feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
-    scores = 12.0 * pattern.pairs(s) * queries
-    again = s * feed_forward / 3 if number_of_tiles(tiles, s // ranks, h) > 1 else 0.0
-    return LayerFlops(float(s * (projections + feed_forward)), scores, again)
+    mixed = mixer.flops(config, seq_length, pattern)
+    feed_forward = _feed_forward_flops(config, experts, seq_length)
+    has_tiles = number_of_tiles(tiles, seq_length // ranks, config.hidden_size) > 1
+    again = feed_forward / 3 if has_tiles else 0.0
+    return LayerFlops(mixed.weights + feed_forward, mixed.scores, again)
+
+
+def _feed_forward_flops(config: ModelConfig, experts: int, seq_length: int) -> float:
+    """Return the products of a feed-forward. One of experts counts the k of a token, its dense part, and the router."""
+    width = config.ffn_size
+    if experts:
+        width = config.moe_router_topk * config.expert_ffn_size + config.dense_width
+    products = width * (3 if config.is_gated else 2) + experts
+    return float(seq_length * 6 * config.hidden_size * products)

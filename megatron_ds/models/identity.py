@@ -8,6 +8,7 @@ from ..features import features
 from .architecture import MODELS
 from .attention import scaled_rotary_base
 from .attention_layouts import attention_layouts
+from .mixers import mixers_of
 
 # A checkpoint is refused if one differs.
 MODEL_FIELDS = (
@@ -120,9 +121,10 @@ def model_identity(model: ModelConfig) -> dict:
         *(MOE_FIELDS if experts else ()),
     )
     added = (name for feature in features() for name in feature.model_fields)
+    of_mixers = (name for mixer in mixers_of(model) for name in mixer.fields)
     others = {
         name: value
-        for name in (*FEATURE_FIELDS, *attention_layouts().fields, *added)
+        for name in (*FEATURE_FIELDS, *attention_layouts().fields, *of_mixers, *added)
         if (value := getattr(model, name)) != getattr(ModelConfig, name)
     }
     return experts | {name: getattr(model, name) for name in names} | others

@@ -8,7 +8,9 @@ from .layer import pick
 
 def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> Norm:
     """Return the norm of hidden states. With sequence parallelism its gradient is a sum over the rank's rows."""
-    return _norm(config, config.hidden_size, name, ctx, partial_over=ctx.partial_over)
+    return sized_norm(
+        config, config.hidden_size, name, ctx, partial_over=ctx.partial_over
+    )
 
 
 def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> Norm:
@@ -17,7 +19,7 @@ def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> Norm
     All heads share its weights. Tensor-parallel ranks hold different heads, so its gradient is always a
     partial sum over them.
     """
-    return _norm(
+    return sized_norm(
         config,
         config.head_dim,
         name,
@@ -27,7 +29,7 @@ def make_head_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> Norm
     )
 
 
-def _norm(
+def sized_norm(
     config: ModelConfig,
     size: int,
     name: str,
@@ -36,6 +38,7 @@ def _norm(
     partial_over: tuple[str, ...],
     decay: bool = False,
 ) -> Norm:
+    """Return a norm of so many channels. partial_over, decay: of its weights, as in `ParamSpec`"""
     kind: type[Norm] = pick(NORMS, "normalization", config.normalization)
     if kind is LayerNorm and not config.use_bias_in_norms:
         kind = UnbiasedLayerNorm

@@ -163,6 +163,37 @@ def _in_fp32(
     return attention(*wide, visible, keep=keep, scoring=scoring).to(q.dtype)
 
 
+def _suits_padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
+    *,
+    keep: KeepMask | None = None,
+    scoring: Scoring = PLAIN,
+) -> bool:
+    return q.shape[3] != v.shape[3] and not _is_written_out(keep, scoring)
+
+
+@attention.implementation("padded", devices=CPU, suits=_suits_padded)
+def _padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: KeyVisibility = CAUSAL_KEYS,
+    *,
+    keep: KeepMask | None = None,
+    scoring: Scoring = PLAIN,
+) -> torch.Tensor:
+    # Fused kernels of CPUs take one width, and torch would write attention out. Zeros change no score.
+    width = max(q.shape[3], v.shape[3])
+    if width != q.shape[3]:
+        scoring = replace(scoring, scale=scoring.scale_of(q.shape[3]))
+    wide = (F.pad(t, (0, width - t.shape[3])) for t in (q, k, v))
+    out = attention(*wide, visible, keep=keep, scoring=scoring)
+    return out.unflatten(2, (q.shape[2], -1))[..., : v.shape[3]].flatten(2)
+
+
 def _suits_rows(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -53,6 +53,7 @@ class PartialAttention:
     """Output and log-sum-exp of queries over the keys that were added so far.
 
     queries [q, b, n, d]; positions: theirs; visible: which keys they see; keep: what dropout keeps of a tile
+    value_width: channels of a value, if it is not d
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class PartialAttention:
         visible: KeyVisibility,
         scoring: Scoring = PLAIN,
         keep: Keep | None = None,
+        value_width: int | None = None,
     ):
         self.work = _Work(_heads(queries), positions, visible, scoring, keep)
         q, b, n, d = queries.shape
+        width = d if value_width is None else value_width
         # [b, n, q, d], in the memory order of the result, which is then no copy
-        self.out = _heads(queries.new_zeros(q, b, n, d, dtype=torch.float32))
+        self.out = _heads(queries.new_zeros(q, b, n, width, dtype=torch.float32))
         self.sums = queries.new_full((b, n, q), -math.inf, dtype=torch.float32)
         if scoring.sink is not None:
             # a key of that score, whose value is zero
@@ -103,7 +106,8 @@ class PartialGradients:
         keep: Keep | None = None,
     ):
         self.work = _Work(_heads(queries), positions, visible, scoring, keep)
-        self.out, self.dout = (_heads(t.view(queries.shape)) for t in (result[0], dout))
+        of_heads = (*queries.shape[:3], -1)
+        self.out, self.dout = (_heads(t.view(of_heads)) for t in (result[0], dout))
         self.sums = _finite(result[1])
         self._dots: torch.Tensor | None = None
         self.dq = torch.zeros_like(queries, dtype=torch.float32)  # [q, b, n, d]
@@ -126,11 +130,11 @@ class PartialGradients:
         keys: torch.Tensor,
         values: torch.Tensor,
         positions: Runs,
-        dkv: torch.Tensor,
+        dkv: torch.Tensor | Sequence[torch.Tensor],
     ) -> None:
-        """Add the gradients of a block of keys and values [k, b, g, d] to `dkv`, fp32 [2, k, b, g, d]."""
+        """Add the gradients of a block of keys and values [k, b, g, d] to the two of `dkv`, fp32 of their shapes."""
         totals = _heads(self.dq), _heads(dkv[0]), _heads(dkv[1])
-        if self.work.has_kernel(positions) and self._dots is None:
+        if self.work.has_kernel(positions, values) and self._dots is None:
             self._dots = row_dots(_rows(self.dout), _rows(self.out))
         for tile, operands in self.work.tiles(keys, values, positions):
             rows = (slice(None), slice(None), tile.rows)
@@ -152,10 +156,13 @@ class _Work:
     scoring: Scoring
     keep: Keep | None
 
-    def has_kernel(self, keys: Runs) -> bool:
+    def has_kernel(self, keys: Runs, values: torch.Tensor) -> bool:
         """Return whether the compiled kernel takes the queries and keys of these positions: positions and documents
-        of keys then determine all that is hidden and added, and there is neither dropout nor a cap."""
+        of keys then determine all that is hidden and added, and there is neither dropout nor a cap. Values [..] must
+        be as wide as queries."""
         if self.keep is not None or self.scoring.has_places:
+            return False
+        if self.queries.shape[-1] != values.shape[-1]:
             return False
         if self.scoring.cap is not None:
             return False
@@ -173,7 +180,7 @@ class _Work:
         keys = _heads(keys)
         values = _heads(values)
         # The compiled kernel takes the pattern itself.
-        if self.has_kernel(positions):
+        if self.has_kernel(positions, values):
             for tile in run_tiles(self.visible, self.positions, positions):
                 block = ScoreBlock(self.visible, tile.queries, tile.keys)
                 yield tile, replace(self._cut(tile, keys, values), block=block)
@@ -252,7 +259,8 @@ class _Operands:
         if self.q.device.type in ("cpu", "meta"):
             return _ON_CPU
         flash = flash_tiles()
-        if self.bias is None and flash is not None and flash.suits(self.q):
+        alike = self.q.shape[-1] == self.v.shape[-1]
+        if alike and self.bias is None and flash is not None and flash.suits(self.q):
             return _FLASH
         return _ON_GPU
 
@@ -292,32 +300,46 @@ class _Kernel(NamedTuple):
 
 def _cpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     out, sums = _CPU(
-        t.q,
-        t.k,
-        t.v,
+        *_alike(t.q, t.k, t.v),
         0.0,
         t.triangle,
         attn_mask=t.bias,
         scale=t.scale,
     )
-    return out, _with_empty_rows(sums, t.bias)
+    return out[..., : t.v.shape[-1]], _with_empty_rows(sums, t.bias)
 
 
 def _cpu_backward(
     t: _Operands, final: _Final
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _CPU_BACKWARD(
-        final.dout,
-        t.q,
-        t.k,
-        t.v,
-        final.out,
+    dout, q, k, v, out = _alike(final.dout, t.q, t.k, t.v, final.out)
+    found = _CPU_BACKWARD(
+        dout,
+        q,
+        k,
+        v,
+        out,
         final.sums,
         0.0,
         t.triangle,
         attn_mask=t.bias,
         scale=t.scale,
     )
+    dq, dk, dv = (
+        d[..., : of.shape[-1]] for d, of in zip(found, (t.q, t.k, t.v), strict=True)
+    )
+    return dq, dk, dv
+
+
+def _alike(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with zeros up to one width, as torch's attention of CPUs wants them."""
+    width = max(t.shape[-1] for t in tensors)
+    return [_up_to(t, width) for t in tensors]
+
+
+def _up_to(t: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - t.shape[-1]
+    return F.pad(t, (0, missing)) if missing else t
 
 
 def _gpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,6 +41,26 @@ BLOOM_176B = dict(
 )
 # The first two rows of OPT and of BioGPT.
 UNUSED_ROWS = "model.decoder.embed_positions.weight", "biogpt.embed_positions.weight"
+OTHER_HALVES = "deepseek_v3, one group, queries without a latent, other halves"
+# Kimi-K2: settings of another model_type, whose architecture is that of DeepSeek-V3.
+KIMI_K2 = dict(
+    vocab_size=163840,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    num_hidden_layers=61,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    n_shared_experts=1,
+    n_routed_experts=384,
+    routed_scaling_factor=2.827,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=8,
+    first_k_dense_replace=1,
+    max_position_embeddings=131072,
+    rope_theta=50000.0,
+)
 # Families whose usual settings are those of a published model → settings that transformers needs beside them.
 FULL_SIZES: dict[str, dict] = {
     "glm": {},
@@ -58,6 +78,9 @@ FULL_SIZES: dict[str, dict] = {
         "num_experts_per_tok": 6,
         "norm_topk_prob": True,
     },
+    "deepseek_v3": {},
+    "glm4_moe_lite": {},
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "granite": {},
     "smollm3": {},
     "cohere": {},
@@ -148,6 +171,11 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         ("ministral, a layer with a window", "pp=2"),
         ("glm4_moe", "dp=2,ep=2"),
         ("dots1", "pp=2"),
+        ("deepseek_v3", "tp=2,sp=1"),
+        (OTHER_HALVES, "pp=2"),
+        ("deepseek_v2", "dp=2,ep=2"),
+        ("deepseek_v2, queries without a latent", "tp=2"),
+        ("glm4_moe_lite", "dp=2,zero=3"),
         ("granite", "tp=2,sp=1"),
         ("smollm3", "dp=2,zero=3"),
         ("smollm3, listed layers", "pp=2"),
@@ -239,6 +267,19 @@ def test_the_usual_settings_of_a_family_describe_as_many_parameters_as_transform
         if not spec.name.endswith(".expert_bias")  # no parameter of transformers
     )
     assert count == theirs.num_parameters() - unused > 10**8
+
+
+def test_the_settings_of_kimi_k2_describe_as_many_parameters_as_transformers():
+    import transformers
+
+    config = transformers.DeepseekV3Config(**KIMI_K2, num_mtp_layers=0)
+    with torch.device("meta"):
+        theirs = transformers.DeepseekV3ForCausalLM(config)
+    options = FAMILIES["kimi_k2"].options({**KIMI_K2, "model_type": "kimi_k2"})
+    specs = specs_of(model_of(options, "the test"))
+    biases = 60 * 384  # no parameters of transformers
+    count = sum(spec.numel for spec in specs)
+    assert count == theirs.num_parameters() + biases > 10**12
 
 
 def test_the_settings_of_bloom_176b_describe_as_many_parameters_as_it_has():

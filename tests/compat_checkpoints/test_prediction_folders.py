@@ -14,6 +14,7 @@ from megatron_ds.compat.conversion.files.stored_tensor import (
     StoredTensor,
 )
 from megatron_ds.compat.conversion.formats import Wishes
+from megatron_ds.compat.conversion.huggingface.families import FAMILIES
 from megatron_ds.compat.conversion.huggingface.format import (
     FORMAT as HUGGING_FACE,
 )
@@ -30,21 +31,20 @@ pytestmark = [pytest.mark.processes, pytest.mark.one_in(2, together=True)]
 
 transformers = pytest.importorskip("transformers", reason="it is not installed")
 DEPTHS, LENGTH = 2, 12
-SETTINGS = THEIR_MODELS["glm4_moe"][1]
-BIAS = "expert_bias"
+# Families → the class of their settings.
+NAMES = {"glm4_moe": "Glm4MoeConfig", "deepseek_v3": "DeepseekV3Config"}
 
 
-def options_of(depths: int) -> dict:
-    """Of the tiny GLM-4.5."""
-    config = transformers.Glm4MoeConfig(**SETTINGS, num_mtp_layers=depths)
-    from megatron_ds.compat.conversion.huggingface.families import FAMILIES
+def options_of(family: str) -> dict:
+    """Of the tiny model of the family."""
+    settings = {**THEIR_MODELS[family][1], "num_mtp_layers": DEPTHS}
+    config = getattr(transformers, NAMES[family])(**settings)
+    found = FAMILIES[family].options(config.to_dict())
+    return found | {"mtp_num_layers": DEPTHS}
 
-    found = FAMILIES["glm4_moe"].options(config.to_dict())
-    return found | {"mtp_num_layers": depths}
 
-
-def random_checkpoint(folder, depths: int = DEPTHS) -> LogicalCheckpoint:
-    options = options_of(depths)
+def random_checkpoint(folder, family: str) -> LogicalCheckpoint:
+    options = options_of(family)
     draw = torch.Generator().manual_seed(4)
     tensors = {}
     for spec in specs_of(model_of(options, folder)):
@@ -55,16 +55,16 @@ def random_checkpoint(folder, depths: int = DEPTHS) -> LogicalCheckpoint:
             tuple(spec.shape), torch.float32, lambda v=values: v, spec.name
         )
     return LogicalCheckpoint(
-        folder, options, {"weight": tensors}, source={"family": "glm4_moe"}
+        folder, options, {"weight": tensors}, source={"family": family}
     )
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
+@pytest.fixture(scope="module", params=NAMES)
+def written(request, tmp_path_factory):
     """(checkpoint, the folder of Hugging Face with its weights)."""
     folder = tmp_path_factory.mktemp("predicting")
-    checkpoint = random_checkpoint(folder)
-    HUGGING_FACE.write(checkpoint, folder / "theirs", Wishes(family="glm4_moe"))
+    checkpoint = random_checkpoint(folder, request.param)
+    HUGGING_FACE.write(checkpoint, folder / "theirs", Wishes(family=request.param))
     return checkpoint, folder / "theirs"
 
 
@@ -93,7 +93,7 @@ def test_the_files_have_the_names_of_published_ones(written):
         "shared_head.norm.weight",
         "shared_head.head.weight",
         "embed_tokens.weight",
-        "self_attn.q_proj.weight",
+        "self_attn.o_proj.weight",
         "mlp.gate.e_score_correction_bias",
         "mlp.experts.3.down_proj.weight",
     } <= of_first
@@ -145,7 +145,7 @@ def of_transformers(folder, batch):
     """(model, depths, losses), with gradients of the sum of the losses."""
     from transformers.modeling_layers import MtpModel
 
-    main = transformers.Glm4MoeForCausalLM.from_pretrained(folder).eval()
+    main = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     depths = MtpModel.from_pretrained(main).eval()
     positions = batch.position_ids
     hidden = main.model(batch.tokens).last_hidden_state

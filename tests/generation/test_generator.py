@@ -41,6 +41,10 @@ EXPERTS = (
     f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-router-dtype fp64 "
     "--moe-expert-capacity-factor 1 --moe-eval-capacity-factor 0.5"
 )
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 "
+    "--qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear"
+)
 LAYOUTS = {
     "dp=1": EXPERTS,
     "tp=2": GPT,
@@ -50,6 +54,7 @@ LAYOUTS = {
     "dp=2,zero=3": LLAMA,
     "pp=2,dp=2,zero=3,pin=1": GPT,
     "dp=2,ep=2": EXPERTS,
+    "tp=2,sp=1,pp=2": LATENT,
     "tp=2,dp=2,ep=2,zero=3": EXPERTS,
     "tp=2,pp=2,sp=1,logits=3": LLAMA,
 }
@@ -71,6 +76,9 @@ FEATURES = {
     "one norm, biases": "--position-embedding-type rope --rotary-percent 0.34 --use-parallel-residual "
     "--shared-block-norm --output-layer-bias --untie-embeddings-and-output-weights --disable-bias-in-attn-linear",
     "factors, layers without positions": f"{LLAMA} --residual-multiplier 0.7 --logit-multiplier 2 --no-rope-freq 2",
+    "latents": f"{LATENT} --q-lora-rank 8 --rope-type yarn --rotary-scaling-factor 3 --mscale-all-dim 0.8 "
+    "--original-max-position-embeddings 16",
+    "latents, queries without one, windows": f"{LATENT} --window-size 3,0",
     "recomputed": "--recompute-granularity full --recompute-method uniform",
 }
 

@@ -29,6 +29,29 @@ GPT2 = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=V, n_positions=POSITIONS)
 EXPERTS = dict(num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
 BIASED = dict(n_routed_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
 WINDOWED = dict(use_sliding_window=True, sliding_window=WINDOW)
+LATENT = dict(
+    **SIZES,
+    num_key_value_heads=4,
+    intermediate_size=48,
+    q_lora_rank=12,
+    kv_lora_rank=10,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    n_routed_experts=8,
+    moe_intermediate_size=16,
+    num_experts_per_tok=4,
+    n_shared_experts=1,
+    routed_scaling_factor=2.5,
+)
+SCALED = dict(
+    rope_type="yarn",
+    factor=3.0,
+    original_max_position_embeddings=8,
+    mscale=1.0,
+    mscale_all_dim=0.8,
+    rope_theta=1e4,
+)
 SMALL_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 # name → (class of transformers without its ending, options)
@@ -251,6 +274,50 @@ MODELS = {
             sliding_window=WINDOW,
             max_window_layers=1,
         ),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | dict(
+            num_hidden_layers=3,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            num_mtp_layers=0,
+            rope_parameters=SCALED,
+        ),
+    ),
+    "deepseek_v3, one group, queries without a latent, other halves": (
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | dict(
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=0,
+            num_mtp_layers=0,
+            rms_norm_eps=1e-5,
+            rope_interleave=False,
+        ),
+    ),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        LATENT
+        | dict(
+            n_group=4,
+            topk_group=4,
+            topk_method="group_limited_greedy",
+            first_k_dense_replace=1,
+            rope_parameters=SCALED,
+        ),
+    ),
+    "deepseek_v2, queries without a latent": (
+        "DeepseekV2ForCausalLM",
+        LATENT | dict(q_lora_rank=None, topk_method="greedy", n_shared_experts=2),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        LATENT | dict(num_hidden_layers=3, routed_scaling_factor=1.8),
     ),
     "granite": (
         "GraniteForCausalLM",

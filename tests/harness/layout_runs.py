@@ -164,6 +164,13 @@ def _elements(parameters) -> tuple[int, int]:
     return tuple(counts)
 
 
+def _projected_rows(attention) -> int:
+    """Rows of this rank, of the weight that leads to the heads."""
+    names = ("linear_qkv", "linear_kv_up_proj")
+    found = (getattr(attention, name, None) for name in names)
+    return next(len(linear.weight) for linear in found if linear is not None)
+
+
 def look_at(engine) -> Seen:
     """What is there to see now, and hooks for what is to be seen during training."""
     memory = engine.optimizer.memory()
@@ -176,7 +183,7 @@ def look_at(engine) -> Seen:
         layers=[p.spec.name.rpartition(".")[0] for p in engine.parameters],
         saved={p.spec.name for p in all_pieces(engine) if p.kind == "weight"},
         dtypes={p.dtype for p in engine.parameters},
-        qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
+        qkv_rows={_projected_rows(block.self_attention) for block in blocks},
         dense_elements=dense,
         expert_elements=experts,
         dense_trained=trained[0],

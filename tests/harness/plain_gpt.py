@@ -15,8 +15,7 @@ from megatron_ds.config.options.attention import AttentionOptions
 from megatron_ds.config.options.block import BlockOptions
 from megatron_ds.config.options.model import GATED, ModelConfig
 from megatron_ds.config.options.moe import MoEOptions
-from megatron_ds.extensions.sparse_layouts.sparse_options import SparseOptions
-from megatron_ds.extensions.token_predictions.options import PredictionOptions
+from megatron_ds.config.options.option import added_options
 
 from .plain_rotation import rotated
 
@@ -26,9 +25,7 @@ PADDING = (
 
 
 @dataclass(frozen=True)
-class TinyConfig(
-    AttentionOptions, SparseOptions, PredictionOptions, BlockOptions, MoEOptions
-):
+class TinyConfig(AttentionOptions, *added_options("model"), BlockOptions, MoEOptions):
     """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by
     default."""
 

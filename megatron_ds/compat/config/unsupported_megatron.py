@@ -70,8 +70,6 @@ MEGATRON_FLAGS = table(
     refused={
         "attention is not divided into chunks of a sequence. Remove it.": "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
         "--ds-sequence-parallel-fpdt-offloading",
-        "multi-latent attention is not available. Remove it.": "--kv-lora-rank --mscale --mscale-all-dim --multi-latent-attention --q-lora-rank --qk-head-dim "
-        "--qk-pos-emb-head-dim --v-head-dim",
         "attention is softmax attention. Remove it.": "--attention-output-gate --dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "
         "--dsa-indexer-topk --experimental-attention-variant --linear-attention-freq "
         "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
@@ -113,11 +111,6 @@ MEGATRON_FLAGS = table(
             "there is one implementation of each layer",
             "the layers of a model are chosen by its options. Remove it.",
             (*DEFAULT_SPECS, *OFF),
-        ),
-        "--rope-type": Answer(
-            "it is that of multi-latent attention; --position-embedding-type sets the one used here",
-            "write --position-embedding-type yarn.",
-            ("rope", *OFF),
         ),
         **{
             flag: Answer(

@@ -168,12 +168,14 @@ class ModelConfig(
     )
     yarn_mscale: float = option(
         1.0,
+        flags=["--mscale"],
         needs=need("model.position_embedding_type", "yarn"),
         help="mscale of YaRN: rotated queries and keys are multiplied by mscale(yarn_mscale) / "
         "mscale(yarn_mscale_all_dim), where mscale(w) = 1 + 0.1 · w · ln(factor) (yarn only).",
     )
     yarn_mscale_all_dim: float = option(
         0.0,
+        flags=["--mscale-all-dim"],
         needs=need("model.position_embedding_type", "yarn"),
         help="mscale_all_dim of YaRN: weight in the denominator of that quotient (yarn only).",
     )

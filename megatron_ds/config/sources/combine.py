@@ -126,12 +126,13 @@ def with_finetuning(config: RunConfig) -> RunConfig:
 
 
 def with_implied(config: RunConfig) -> RunConfig:
-    """Return the config with what features set where no source does."""
+    """Return the config with what features set where no source does, or in any case."""
     for feature in features():
         implied = feature.implies(config) if feature.implies is not None else {}
-        for path, (value, why) in implied.items():
-            if path not in config.sources:
-                config = _derived(config, path, value, why)
+        settled = feature.settles(config) if feature.settles is not None else {}
+        missing = {p: set_ for p, set_ in implied.items() if p not in config.sources}
+        for path, (value, why) in {**missing, **settled}.items():
+            config = _derived(config, path, value, why)
     return config
 
 

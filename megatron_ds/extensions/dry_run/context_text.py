@@ -18,6 +18,7 @@ from ...models import MODELS, Layer
 from ...models.attention import attend, attend_again
 from ...models.context_attention import COMM_TYPES
 from ...models.core_choice import make_core
+from ...models.mixers import HeadSizes, mixer_of
 from ...mpu.fake_group import fake_mesh
 from ...planning.fake_stages import without_memory
 from ...planning.run_model import DTYPES, last_step, parallel_context
@@ -36,29 +37,31 @@ def attention_bytes(plan: WorldPlan, config: RunConfig | None = None) -> float:
     counted: Counter[tuple] = Counter()
     for stage in plan.stages_of(plan.grid.coordinates(plan.rank)["pp"]):
         counted.update(_blocks(config, stage.layers))
-    for (comm_type, tokens, granularity), number in counted.items():
-        sent += (
-            number
-            * plan.microbatches
-            * _bytes_of_core(config, plan, comm_type, tokens, granularity)
-        )
+    for (sizes, *how), number in counted.items():
+        if sizes is not None:
+            sent += (
+                number * plan.microbatches * _bytes_of_core(config, plan, sizes, *how)
+            )
     return sent
 
 
 def _blocks(
     config: RunConfig, layers: Sequence[Layer]
-) -> Iterator[tuple[str, int, str | None]]:
-    """(comm type, tokens of a sequence, what is recomputed) of each block of a stage."""
+) -> Iterator[tuple[HeadSizes | None, str, int, str | None]]:
+    """(sizes of the core, comm type, tokens of a sequence, what is recomputed) of each block of a stage."""
     length = config.model.seq_length
     drop = config.kept_tokens
     kinds = config.parallel.cp_comm_type
     kept = drop.kept_at(last_step(config), length) if drop else length
     for number, layer in enumerate(layer for layer in layers if layer.is_block):
-        index = int(layer.name.rpartition(".")[2]) if len(kinds) > 1 else 0
+        last = layer.name.rpartition(".")[2]
+        block = int(last) if last.isdecimal() else 0
+        index = block if len(kinds) > 1 else 0
         recomputes = (
             layer.recompute.num_layers is None or number < layer.recompute.num_layers
         )
         yield (
+            mixer_of(config.model, block).head_sizes(config.model),
             kinds[index],
             kept if layer.drops_tokens else length,
             layer.recompute.granularity if recomputes else None,
@@ -68,6 +71,7 @@ def _blocks(
 def _bytes_of_core(
     config: RunConfig,
     plan: WorldPlan,
+    sizes: HeadSizes,
     comm_type: str,
     tokens: int,
     granularity: str | None,
@@ -91,15 +95,15 @@ def _bytes_of_core(
                 batch.seq_length,
                 batch.size,
                 heads // plan.grid.tp,
-                model.head_dim,
+                width,
                 device=where,
                 dtype=DTYPES[config.optimizer.params_dtype],
                 requires_grad=True,
             )
-            for heads in (
-                model.num_attention_heads,
-                model.query_groups,
-                model.query_groups,
+            for heads, width in (
+                (sizes.heads, sizes.keys),
+                (sizes.groups, sizes.keys),
+                (sizes.groups, sizes.values),
             )
         )
         # A recomputed core sends again.

@@ -2,6 +2,8 @@
 
     layer → keys, values [rows + 1, length, g/t, d]        row i has the tokens of text i; the last row is spare
 
+Values that are channels of the keys, as of latents, are kept once.
+
 Texts stand in the first rows without a gap, so that those of a batch are a view. Tokens that fill up a batch,
 as sequence parallelism needs, are written to the spare row.
 """
@@ -25,7 +27,7 @@ class CachedKeys:
     def __init__(self, rows: int, length: int):
         self.rows = rows
         self.length = length
-        self._layers: dict[str, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[str, tuple[Tensor, ...]] = {}
         self._flat: dict[str, tuple[Tensor, ...]] = {}  # the same, one place a row
 
     def place(self, row: int, position: int) -> int:
@@ -43,23 +45,33 @@ class CachedKeys:
         return [*self._layers]
 
     def write(
-        self, name: str, k: Tensor, v: Tensor, places: Tensor
+        self, name: str, k: Tensor, v: Tensor | int, places: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write k and v [s, 1, g, d] of a layer to places [s]; return those of all rows, [rows + 1, length, g, d]."""
+        """Write k and v [s, 1, g, d] of a layer to places [s]; return those of all rows, [rows + 1, length, g, d].
+
+        v: a number of first channels of k, which are the values then
+        """
+        written = (k,) if isinstance(v, int) else (k, v)
         if name not in self._layers:
-            # Attention multiplies hidden values by 0, which gives 0 only if they are finite.
-            shape = (self.rows + 1, self.length, *k.shape[2:])
-            try:
-                self._layers[name] = k.new_zeros(shape), v.new_zeros(shape)
-            except RuntimeError as error:
-                # On CPUs a lack of memory is a RuntimeError as any other, so the message repeats torch's reason.
-                size = 2 * math.prod(shape) * k.itemsize
-                raise self._too_large(size, error) from error
+            self._layers[name] = self._allocated(written)
             self._flat[name] = tuple(t.flatten(0, 1) for t in self._layers[name])
-        keys, values = self._flat[name]
-        keys.index_copy_(0, places, k[:, 0])
-        values.index_copy_(0, places, v[:, 0])
-        return self._layers[name]
+        for kept, new in zip(self._flat[name], written, strict=True):
+            kept.index_copy_(0, places, new[:, 0])
+        keys, *values = self._layers[name]
+        return (keys, keys[..., :v]) if isinstance(v, int) else (keys, *values)
+
+    def _allocated(self, written: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return zeros for all rows: attention multiplies hidden values by 0, which gives 0 only if they are finite."""
+        places = (self.rows + 1, self.length)
+        shapes = [(*places, *t.shape[2:]) for t in written]
+        try:
+            return tuple(
+                t.new_zeros(shape) for t, shape in zip(written, shapes, strict=True)
+            )
+        except RuntimeError as error:
+            # On CPUs a lack of memory is a RuntimeError as any other, so the message repeats torch's reason.
+            size = sum(map(math.prod, shapes)) * written[0].itemsize
+            raise self._too_large(size, error) from error
 
     def _too_large(self, size: int, error: RuntimeError) -> DeviceMemoryError:
         return DeviceMemoryError(
@@ -99,12 +111,12 @@ class PromptPast:
         core: CoreAttention,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | int,
         batch: Batch,
     ) -> Tensor:
         """Attention within each prompt (`batch.past.Past`)."""
         self.cached.write(name, k, v, self.places)
-        return core(q, k, v, batch)
+        return core(q, k, k[..., :v] if isinstance(v, int) else v, batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +135,7 @@ class TextPast:
         core: CoreAttention,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | int,
         batch: Batch,
     ) -> Tensor:
         """Attention of each token to its text (`batch.past.Past`)."""

@@ -7,8 +7,8 @@ from functools import partial
 from torch import nn
 
 from ...config.options.model import ModelConfig
-from ...models.attention import make_rotary, make_window_rotary
-from ...models.block import block_layer
+from ...models.attention import make_rotary
+from ...models.block import block_layer, rotaries_of
 from ...models.embedding import WORD_EMBEDDINGS, Embedding
 from ...models.layer import Layer, LayerFlops
 from ...mpu.context import ParallelContext
@@ -41,9 +41,8 @@ def predicting_layers(
 
 def prediction_blocks(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     """Return the block of each depth, with the options of the model's last block."""
-    rotary = make_rotary(config)
-    of_windows = make_window_rotary(config) or rotary
     last = config.num_layers - 1
+    rotary = rotaries_of(config, make_rotary(config))[last]
     return [
         block_layer(
             config,
@@ -51,7 +50,6 @@ def prediction_blocks(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
             last,
             f"mtp.layers.{k}.transformer_layer",
             rotary=rotary,
-            of_windows=of_windows,
         )
         for k in range(config.mtp_num_layers)
     ]

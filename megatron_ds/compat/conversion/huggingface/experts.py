@@ -14,7 +14,7 @@ So our weight is theirs times k / L. Where all layers have the same load, and wi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ....config.options.layer_pattern import MOST_LAYERS
@@ -35,16 +35,28 @@ EXPERT_KEYS = frozenset(
 AUX_LOSS = 0.001  # router_aux_loss_coef where it is absent
 
 
+BY_SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,
+}
+# The weights of a token's experts are their shares of all.
+BY_SOFTMAX = {"moe_router_pre_softmax": True}
+
+
 @dataclass(frozen=True)
 class BiasedExperts:
-    """Experts that are chosen by a sigmoid and a bias of each, as in GLM-4.5 and dots.llm1.
+    """Experts that are chosen by a sigmoid and a bias of each, as in GLM-4.5 and dots.llm1, or by another choice.
 
     n_routed_experts         num_experts
     first_k_dense_replace    moe_layer_freq: the first layers are dense
     n_shared_experts         moe_shared_expert_intermediate_size, in widths of an expert
+
+    choice  our options of how they are chosen
     """
 
     theirs: str = "n_routed_experts"
+    choice: Mapping[str, Any] = field(default_factory=lambda: BY_SIGMOID)
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Return our options. Raises CheckpointError."""
@@ -63,10 +75,11 @@ class BiasedExperts:
                 )
         number, topk, shared, width, layers = (settings[name] for name in names)
         # A token has several experts, whose weights are shares of 1.
-        if not 2 <= topk <= number:
+        least = 2 if self.choice is BY_SIGMOID else 1
+        if not least <= topk <= number:
             raise CheckpointError(
-                f"num_experts_per_tok is {topk}, and a layer has {number} experts, of which a token has 2 or more: "
-                "the weight of a single one is 1 there and its sigmoid here"
+                f"num_experts_per_tok is {topk}, and a layer has {number} experts, of which a token has {least} or "
+                "more: the weight of a single one is 1 there and its sigmoid here"
             )
         # The first layers may be dense.
         dense = settings.get("first_k_dense_replace", 0)
@@ -79,9 +92,7 @@ class BiasedExperts:
             "num_experts": (number,),
             "moe_router_topk": topk,
             "moe_shared_expert_intermediate_size": shared * width,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,
+            **self.choice,
         } | ({"moe_layer_freq": str(pattern)} if dense else {})
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from .rows import (
     GPT_NEOX_ROWS,
     GPT_OSS_ROWS,
     GPTJ_ROWS,
+    LATENT_ROWS,
     LLAMA_ROWS,
     MEGATRON_BERT_ROWS,
     MIXTRAL_ROWS,
@@ -37,6 +38,8 @@ from .tables import (
     BLOOM,
     COHERE,
     COHERE2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     DOTS1,
     ERNIE,
     FALCON,
@@ -46,6 +49,7 @@ from .tables import (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT2,
     GPT_BIGCODE,
     GPT_NEOX,
@@ -366,6 +370,25 @@ FAMILIES = {
             tied=HEAD,
             precise=EXPERT_BIAS,
         ),
+        *(
+            _family(
+                model_type,
+                architecture,
+                (*LATENT_ROWS, *PREDICTION_ROWS),
+                table,
+                prefix="model.",
+                tied=HEAD,
+                precise=EXPERT_BIAS,
+                ignored=INVERSE,
+                **PREDICTING,
+            )
+            for model_type, architecture, table in (
+                ("deepseek_v3", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
+                ("kimi_k2", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
+                ("deepseek_v2", "DeepseekV2ForCausalLM", DEEPSEEK_V2),
+                ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", GLM4_MOE_LITE),
+            )
+        ),
         _family(
             "stablelm",
             "StableLmForCausalLM",
@@ -417,7 +440,7 @@ FAMILIES = {
     )
 }
 NO_ROTARY = "some of its layers have no rotary positions"
-LATENT = "its attention is latent (MLA)"
+INDEXED = "its attention is sparse, with an indexer (DSA)"
 MULTIMODAL = (
     "it has more than text: give the folder of its language model, if there is one"
 )
@@ -447,6 +470,6 @@ REFUSED = {
     "mamba": "it is a state-space model",
     "mamba2": "it is a state-space model",
     "t5": "it has an encoder and a decoder",
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": INDEXED,
 }

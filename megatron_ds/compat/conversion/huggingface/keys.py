@@ -224,7 +224,7 @@ def _predicted_tokens(known: set[str], settings: Settings) -> str:
 
 
 def _expert_bias(known: set[str], settings: Settings) -> str:
-    if "n_routed_experts" not in known:
+    if "n_routed_experts" not in known or settings.get("model_type") == "deepseek_v2":
         return ""
     return (
         "e_score_correction_bias: transformers does not move it in training, and --moe-router-bias-update-rate "

@@ -119,6 +119,21 @@ BIASED_MOE_ROWS = (
     _layer("mlp.shared_experts.linear_fc2", f"{MLP}.shared_experts.down_proj"),
     *QWEN_MOE_ROWS,
 )
+LATENT_ROWS = (
+    *(
+        _layer(f"self_attention.{ours}", f"model.layers.{{i}}.self_attn.{theirs}")
+        for ours, theirs in (
+            ("linear_q_proj", "q_proj"),
+            ("linear_q_down_proj", "q_a_proj"),
+            ("q_layernorm", "q_a_layernorm"),
+            ("linear_q_up_proj", "q_b_proj"),
+            ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+            ("kv_layernorm", "kv_a_layernorm"),
+            ("linear_kv_up_proj", "kv_b_proj"),
+        )
+    ),
+    *BIASED_MOE_ROWS,
+)
 GPT_OSS_ROWS = (
     *_llama_layers(),
     Row(

@@ -17,12 +17,15 @@ from ....errors import CheckpointError
 from ..settings_table import options_of, settings_of
 from .experts import BIASED_KEYS, EXPERT_KEYS, expert_options, expert_settings
 from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
+from .latents import LATENT_KEYS
 from .predictions import OTHER_NAME
 from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
 from .tables import (
     BIOGPT,
     COHERE2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     DOTS1,
     FALCON,
     GEMMA2,
@@ -30,6 +33,7 @@ from .tables import (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT_NEOX,
     GPT_OSS,
     GPTJ,
@@ -84,12 +88,31 @@ ALIASES = {
     },
     "glm4_moe": {"num_local_experts": "n_routed_experts"},
     "dots1": {"num_local_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "kimi_k2": {"num_local_experts": "n_routed_experts"},
+    "glm4_moe_lite": {"num_local_experts": "n_routed_experts"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
     "falcon": {"n_embed": "hidden_size"},
     "mpt": {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layers",
         "num_attention_heads": "n_heads",
     },
+}
+OF_DEEPSEEK_V3 = {
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
 # Values of settings that are absent, where a table above has those of another model_type.
 ABSENT: Mapping[str, Mapping[str, Any]] = {
@@ -144,6 +167,33 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 1408,
         "max_window_layers": 62,
     },
+    "deepseek_v3": OF_DEEPSEEK_V3,
+    "kimi_k2": OF_DEEPSEEK_V3,
+    "deepseek_v2": {
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+    "glm4_moe_lite": {
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    },
     "helium": {"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8},
     "ernie4_5": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
     "seed_oss": {
@@ -179,6 +229,10 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "num_experts": 128,
     },
 }
+# Losses and ranks of DeepSeek's own training, which transformers has no code for, and what a note states.
+WITHOUT_LOSS = frozenset(
+    "aux_loss_alpha seq_aux ep_size num_nextn_predict_layers num_mtp_layers".split()
+)
 # Settings that rules of one table read, or that have no effect on its models.
 BESIDE_TABLES = (
     (GEMMA2, ROTARY_KEYS | WINDOW_KEYS | {"sliding_window_pattern"}),
@@ -192,6 +246,10 @@ BESIDE_TABLES = (
     (MPT, {"resid_pdrop"}),
     (GLM4_MOE, BIASED_KEYS | {OTHER_NAME}),
     (DOTS1, BIASED_KEYS),
+    *(
+        (table, BIASED_KEYS | LATENT_KEYS | WITHOUT_LOSS)
+        for table in (DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE)
+    ),
     (SMOLLM3, {"no_rope_layer_interval"}),
     (COHERE2, {"sliding_window_pattern"}),
     (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values

@@ -1,7 +1,14 @@
 """Settings of each family in `config.json` of Hugging Face, as tables (`settings_table.py`)."""
 
 from ..settings_table import Fixed, Key, Only
-from .experts import BiasedExperts
+from .experts import BY_SOFTMAX, BiasedExperts
+from .latents import (
+    Absent,
+    ExpertGroups,
+    LatentScores,
+    LatentWidths,
+    LayerKinds,
+)
 from .predictions import PredictionLayers
 from .rules import (
     Derived,
@@ -124,6 +131,48 @@ GLM4_MOE = (
     PredictionLayers(),
 )
 DOTS1 = (*BIASED_MOE, *QK_NORM[1:], Window(has_switch=False, layers=layers_from_first))
+INDEXER = "sparse attention with an indexer (DSA)"
+# Multi-latent attention, with experts.
+LATENT = (
+    *_sizes(),
+    Fixed("normalization", "RMSNorm"),
+    FFN,
+    LatentWidths(),
+    LatentScores(),
+    Key("rms_norm_eps", "norm_epsilon", 1e-6),
+    DEVIATION,
+    ATTENTION_DROPOUT,
+    ROTARY,
+    _tied(False),
+    Fixed("hidden_dropout", 0.0),
+    SWIGLU,
+    *NO_BIAS,
+    Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
+    Key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+    Only("attention_bias", (False,), why="biases of the projections to the latents"),
+    Only("mlp_bias", (False,)),
+    Only("moe_layer_freq", (1,)),
+    *(Absent(f"index_{name}", INDEXER) for name in ("topk", "n_heads", "head_dim")),
+)
+INTERLEAVED = Key("rope_interleave", "rotary_interleaved", True)
+DEEPSEEK_V3 = (
+    *LATENT,
+    INTERLEAVED,
+    BiasedExperts(),
+    ExpertGroups(2, ("noaux_tc", "noaux_tc")),
+    Only("norm_topk_prob", (True,)),
+    Only("scoring_func", ("sigmoid",)),
+    PredictionLayers(),
+)
+GLM4_MOE_LITE = (*DEEPSEEK_V3, LayerKinds())
+DEEPSEEK_V2 = (
+    *LATENT,
+    Fixed("rotary_interleaved", True),
+    BiasedExperts(choice=BY_SOFTMAX),
+    ExpertGroups(1, ("greedy", "group_limited_greedy")),
+    Only("norm_topk_prob", (False,), why="which transformers does not read"),
+    Only("scoring_func", ("softmax",)),
+)
 SHARED = (
     Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     Fixed("moe_shared_expert_gate", True),

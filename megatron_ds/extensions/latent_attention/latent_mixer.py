@@ -1,0 +1,83 @@
+"""`LatentMixer`: multi-latent attention as the mixer of blocks."""
+
+from dataclasses import replace
+
+from ...config.options.model import ModelConfig
+from ...models.attention import Rotary, rotary_scalings
+from ...models.core_choice import make_core
+from ...models.layer import LayerFlops
+from ...models.mixers import Attention, HeadSizes, Mixer
+from ...mpu.context import ParallelContext
+from ...ops.attention_pattern import AttentionPattern
+from .latent_attention import LatentAttention
+from .latent_sizes import query_width, score_scale
+
+
+class LatentMixer(Mixer):
+    """Each head has a key and a value of its own, both projected from the latent of the token."""
+
+    kind = "latent_"
+    fields = (
+        "multi_latent_attention",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "latent_norm_epsilon",
+    )
+
+    def rotary(self, config: ModelConfig, shared: Rotary | None) -> Rotary | None:
+        return Rotary(
+            config.qk_pos_emb_head_dim,
+            1.0,
+            config.rotary_base,
+            rotary_scalings(config),
+            config.rotary_interleaved,
+        )
+
+    def make(
+        self,
+        config: ModelConfig,
+        name: str,
+        ctx: ParallelContext,
+        *,
+        output_std: float,
+        rotary: Rotary | None,
+        pattern: AttentionPattern,
+        comm_type: str,
+    ) -> Attention:
+        core = make_core(
+            replace(config, softmax_scale=score_scale(config)),
+            f"{name}.core_attention",
+            ctx,
+            pattern=pattern,
+            comm_type=comm_type,
+        )
+        return LatentAttention(
+            config, name, ctx, output_std=output_std, rotary=rotary, core=core
+        )
+
+    def flops(
+        self, config: ModelConfig, seq_length: int, pattern: AttentionPattern
+    ) -> LayerFlops:
+        h = config.hidden_size
+        heads = config.num_attention_heads
+        queries = heads * query_width(config)
+        values = heads * config.v_head_dim
+        # Elements of the weights, each of which is multiplied once for a token.
+        weights = h * queries
+        if (rank := config.q_lora_rank) is not None:
+            weights = (h + queries) * rank
+        weights += h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        weights += config.kv_lora_rank * (heads * config.qk_head_dim + values)
+        weights += values * h
+        scores = 6.0 * pattern.pairs(seq_length) * (queries + values)
+        return LayerFlops(float(6 * seq_length * weights), scores)
+
+    def head_sizes(self, config: ModelConfig) -> HeadSizes:
+        heads = config.num_attention_heads
+        return HeadSizes(heads, heads, query_width(config), config.v_head_dim)
+
+
+LATENT_MIXER = LatentMixer()

@@ -1,0 +1,80 @@
+"""What --multi-latent-attention sets in other options, and what it excludes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...config.run import RunConfig
+
+WHY = "--multi-latent-attention"
+ORIGINAL = 4096  # Megatron's sequences before YaRN
+TYPE = "model.position_embedding_type"
+
+# Options of self-attention that have no meaning here.
+OTHERS = {
+    "model.num_query_groups": "each head has a key and a value of its own",
+    "model.group_query_attention": "each head has a key and a value of its own",
+    "model.add_qkv_bias": "projections from the latents have no bias",
+    "model.apply_wd_to_qk_layernorm": "the norms are those of latents, and do not decay",
+    "model.window_rotary_base": "all blocks are rotated alike",
+    "model.rotary_ntk_factor": "frequencies are scaled by --rope-type yarn alone",
+    "model.sparse_attention": "sparse layouts are those of self-attention",
+}
+
+
+def implied(config: RunConfig) -> Mapping[str, tuple[Any, str]]:
+    """Return what it sets where no source does: rotary positions, whose pairs are neighbours."""
+    model = config.model
+    found: dict[str, tuple[Any, str]] = {
+        TYPE: (_rope_type(config), WHY),
+        "model.kv_channels": (model.qk_head_dim + model.qk_pos_emb_head_dim, WHY),
+    }
+    if TYPE not in config.sources or model.is_rotary or model.rope_type:
+        found["model.rotary_interleaved"] = (True, WHY)
+    if "yarn" in (_rope_type(config), model.position_embedding_type):
+        why = "Megatron's value of --rope-type yarn"
+        found["model.original_max_position_embeddings"] = (ORIGINAL, why)
+        found["model.yarn_rotary_scaling_factor"] = (1.0, why)
+    return found
+
+
+def settled(config: RunConfig) -> Mapping[str, tuple[Any, str]]:
+    """Return what it sets in any case: --rope-type, where it is given, is the type of the positions."""
+    if config.model.rope_type is None:
+        return {}
+    return {TYPE: (config.model.rope_type, f"--rope-type {config.model.rope_type}")}
+
+
+def _rope_type(config: RunConfig) -> str:
+    model = config.model
+    is_scaled = (model.yarn_rotary_scaling_factor or 1.0) > 1
+    return model.rope_type or ("yarn" if is_scaled else "rope")
+
+
+def latent_positions(config: RunConfig) -> Iterator[str]:
+    """Positions are rotary ones, of pairs of channels."""
+    model = config.model
+    if not model.is_rotary:
+        yield (
+            "[multi_latent_attention] rotates a part of each query and key, but [position_embedding_type]. Use "
+            "--position-embedding-type rope or yarn."
+        )
+    if model.qk_pos_emb_head_dim % 2:
+        yield (
+            "[qk_pos_emb_head_dim] is odd, but rotary embeddings rotate pairs of channels. Use "
+            f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim + 1}."
+        )
+    if model.rotary_percent != 1:
+        yield (
+            "[rotary_percent] with [multi_latent_attention]: the channels of --qk-pos-emb-head-dim are rotated, all of "
+            "them. Remove it."
+        )
+
+
+def latent_composition(config: RunConfig) -> Iterator[str]:
+    """Options of self-attention alone are refused."""
+    model = config.model
+    for path, why in OTHERS.items():
+        name = path.partition(".")[2]
+        alike = model.num_attention_heads if name == "num_query_groups" else None
+        if not config.is_default(path) and getattr(model, name) != alike:
+            yield f"[{name}] with [multi_latent_attention]: {why}. Remove one of the two."
