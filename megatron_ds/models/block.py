@@ -10,7 +10,7 @@ same result may take its place.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -139,32 +139,24 @@ def block_layers(
     causal: bool = True,
 ) -> list[Layer]:
     """Return the blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
-    rotaries = make_rotaries(config, rotary)
-    made = partial(block_layer, config, ctx, rotaries=rotaries, causal=causal)
-    return [made(i, f"{prefix}.{i}") for i in range(config.num_layers)]
+    rotaries = rotaries_of(config, rotary)
+    return [
+        block_layer(config, ctx, i, f"{prefix}.{i}", rotary=of_block, causal=causal)
+        for i, of_block in enumerate(rotaries)
+    ]
 
 
-@dataclass(frozen=True)
-class Rotaries:
-    """Rotary embeddings that the blocks of a model share: by their mixer, and of layers with a window."""
-
-    by_mixer: dict[Mixer, Rotary | None]
-    of_windows: Rotary | None
-
-    def of(self, config: ModelConfig, i: int) -> Rotary | None:
-        """Return that of layer i; None for a layer without."""
-        if config.unrotated[i]:
-            return None
-        found = self.by_mixer[mixer_of(config, i)]
+def rotaries_of(config: ModelConfig, rotary: Rotary | None) -> list[Rotary | None]:
+    """Return the rotary embedding of each block. rotary: of the model's heads; those with other heads have another"""
+    of_mixers = {mixer: mixer.rotary(config, rotary) for mixer in mixers_of(config)}
+    of_windows = make_window_rotary(config)
+    found: list[Rotary | None] = []
+    for i in range(config.num_layers):
+        of_block = of_mixers[mixer_of(config, i)]
         if config.windowed[i]:
-            return self.of_windows or found
-        return found
-
-
-def make_rotaries(config: ModelConfig, shared: Rotary | None) -> Rotaries:
-    """Return the rotary embeddings of a model's blocks. shared: that of the model's heads"""
-    by_mixer = {mixer: mixer.rotary(config, shared) for mixer in mixers_of(config)}
-    return Rotaries(by_mixer, make_window_rotary(config))
+            of_block = of_windows or of_block
+        found.append(None if config.unrotated[i] else of_block)
+    return found
 
 
 def block_layer(
@@ -173,10 +165,10 @@ def block_layer(
     i: int,
     name: str,
     *,
-    rotaries: Rotaries,
+    rotary: Rotary | None,
     causal: bool = True,
 ) -> Layer:
-    """Return a block with the options of layer i of a transformer, under a name."""
+    """Return a block with the options of block i of a transformer, under a name. rotary: by `rotaries_of`"""
     experts = config.experts[i]
     pattern = patterns(config, causal)[i]
     mixer = mixer_of(config, i)
@@ -193,7 +185,7 @@ def block_layer(
             experts,
             name,
             ctx,
-            rotary=rotaries.of(config, i),
+            rotary=rotary,
             pattern=pattern,
             comm_type=ctx.comm_type(i),
             mixer=mixer,

@@ -2,8 +2,9 @@
 
     python -m tests.harness.megatron_predictions JOBS.json OUT.pt
 
-A list of jobs: `model`, arguments of TransformerConfig and GPTModel; `per_token`; `tokens`, `labels`, `mask`, rows of numbers.
-OUT has of each `weights` and `gradients`, by megatron-core's names, `loss`, the main loss, and `means`, of each depth.
+A list of jobs: `model`, arguments of TransformerConfig and GPTModel; `per_token`; `tokens`, `labels`, `mask`, rows of
+numbers. OUT has of each `weights` and `gradients`, by names of megatron-core, `loss`, the main loss, and `means`, of
+each depth.
 Nothing heavy is imported at the top.
 """
 

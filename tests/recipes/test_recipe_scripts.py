@@ -194,7 +194,7 @@ def test_every_flag_has_its_verdict_and_the_command_has_what_is_done(tmp_path):
     recipe = tmp_path / "train.sh"
     recipe.write_text(
         f"python pretrain_gpt.py {TINY} --save $1 --use-mcore-models --data-impl mmap "
-        "--mtp-num-layers 4 --num-layrs 3 --use-persistent-ckpt-worker"
+        "--use-mup --num-layrs 3 --use-persistent-ckpt-worker"
     )
     assessed = assess(*read_recipe(recipe, {}), {})
     kinds = {verdict.name: verdict.kind for verdict in assessed.verdicts}
@@ -203,7 +203,7 @@ def test_every_flag_has_its_verdict_and_the_command_has_what_is_done(tmp_path):
         Kind.DONE,
         Kind.ACCEPTED,
     )
-    assert (kinds["--mtp-num-layers"], kinds["--num-layrs"]) == (
+    assert (kinds["--use-mup"], kinds["--num-layrs"]) == (
         Kind.REFUSED,
         Kind.UNKNOWN,
     )
