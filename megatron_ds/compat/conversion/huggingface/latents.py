@@ -21,6 +21,7 @@ from .rotary import rope_table
 Settings = Mapping[str, Any]
 EPSILON = 1e-6
 ROPES = ("default", "yarn")
+TOKEN_EXPERTS = ("num_experts_per_tok", "n_routed_experts")
 MOST = 10**5  # channels of a head, or of a latent
 
 # Their settings → our options.
@@ -124,23 +125,32 @@ class ExpertGroups:
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Return our options; {} for one group. Raises CheckpointError for another score of groups."""
-        groups = settings.get(self.theirs)
         plain, grouped = self.ways
         way = settings.get("topk_method", plain)
         if way not in self.ways:
+            ways = " and ".join(map(repr, dict.fromkeys(self.ways)))
             raise CheckpointError(
-                f"topk_method is {way!r}, and this package computes {' and '.join(map(repr, dict.fromkeys(self.ways)))}"
+                f"topk_method is {way!r}, and this package computes {ways}"
             )
-        if groups in (None, 1) or way != grouped:
+        if way != grouped:
             return {}
-        kept = settings.get("topk_group")
-        experts = settings.get("num_experts_per_tok")
-        if any(
-            type(value) is not int or value < 1 for value in (groups, kept, experts)
-        ):
+        # Sizes that fit into each other.
+        groups, kept, experts, number = sizes = [
+            settings.get(name) for name in (self.theirs, "topk_group", *TOKEN_EXPERTS)
+        ]
+        is_known = all(type(size) is int and size > 0 for size in sizes)
+        if not is_known or number % groups or kept > groups:
             raise CheckpointError(
-                f"n_group is {groups!r}, topk_group {kept!r} and num_experts_per_tok {experts!r}, not numbers from 1 up"
+                f"n_group is {groups!r} and topk_group {kept!r}, not groups of {number!r} experts, and some of them"
             )
+        width = number // groups
+        if width < self.best or experts > kept * width:
+            raise CheckpointError(
+                f"num_experts_per_tok is {experts}, and {kept} groups of {width} experts have fewer, or no best "
+                f"{self.best} of a group"
+            )
+        if groups == 1:
+            return {}
         if max(1, experts // kept) != self.best:
             raise CheckpointError(
                 f"num_experts_per_tok / topk_group is {experts} / {kept}: here the score of a group is the sum of so "

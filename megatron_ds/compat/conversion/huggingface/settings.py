@@ -114,6 +114,7 @@ ALIASES = {
     },
 }
 OF_DEEPSEEK_V3 = {
+    "num_key_value_heads": 128,
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
     "n_shared_experts": 1,
@@ -194,6 +195,7 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "v_head_dim": 128,
     },
     "glm4_moe_lite": {
+        "num_key_value_heads": 20,
         "rms_norm_eps": 1e-5,
         "n_routed_experts": 64,
         "num_experts_per_tok": 4,
