@@ -22,6 +22,8 @@ from .scan_mixer import MixerSizes
 
 ATTENTION_NAMES = ("input_layernorm", "self_attention")
 FEED_FORWARD_NAMES = ("pre_mlp_layernorm", "mlp")
+# Options that say where mixers are, which `mixer_kinds` says in one spelling.
+PLACES = ("linear_attention_freq", "linear_attention_type")
 
 
 class StateMixer(Mixer):
@@ -36,11 +38,11 @@ class StateMixer(Mixer):
     ):
         """begins: of the names of its options."""
         self.kind = kind
-        named = (name for name in ModelConfig.__dataclass_fields__)
-        self.fields = (
-            "mixer_kinds",
-            *(name for name in named if name.startswith(begins)),
+        of_options = ModelConfig.__dataclass_fields__
+        sizes_named = (
+            n for n in of_options if n.startswith(begins) and n not in PLACES
         )
+        self.fields = ("mixer_kinds", *sizes_named)
         self.module = module
         self.sizes = sizes
 
@@ -113,7 +115,7 @@ class HalfLayer(Mixer):
         self.kind = f"{kind}_half_"
         self.inner = inner
         of_inner = () if inner is None else inner.fields
-        self.fields = tuple(dict.fromkeys(("mixer_kinds", *of_inner)))
+        self.fields = tuple(dict.fromkeys(("hybrid_layer_pattern", *of_inner)))
 
     def rotary(self, config: ModelConfig, shared: Rotary | None) -> Rotary | None:
         """Return that of the inner mixer."""

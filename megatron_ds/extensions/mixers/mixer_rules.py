@@ -35,7 +35,7 @@ def kinds(config: RunConfig) -> Iterator[str]:
         return
     wanted = tuple(letter == EXPERTS for letter in pattern)
     found = attempt(problems, lambda: tuple(map(bool, model.experts)))
-    if not problems and any(wanted) and found != wanted:
+    if not problems and found != wanted:
         yield (
             "[hybrid_layer_pattern] has experts in layers where --num-experts and --moe-layer-freq have none, or the "
             "other way round. Give --num-experts, and leave --moe-layer-freq out: the pattern says which layers have "

@@ -6,8 +6,20 @@ Names are those of the files that `save_pretrained` writes. Conv1D weights of GP
 from functools import partial
 
 from ..family import Family, Row
-from .mixer_rows import NEMOTRON_H_ROWS, QWEN3_5_ROWS, QWEN3_NEXT_ROWS
-from .mixer_tables import NEMOTRON_H, QWEN3_5, QWEN3_NEXT
+from .mixer_rows import (
+    BAMBA_ROWS,
+    GRANITE_HYBRID_ROWS,
+    NEMOTRON_H_ROWS,
+    QWEN3_5_ROWS,
+    QWEN3_NEXT_ROWS,
+)
+from .mixer_tables import (
+    BAMBA,
+    GRANITE_HYBRID,
+    NEMOTRON_H,
+    QWEN3_5,
+    QWEN3_NEXT,
+)
 from .predictions import PREDICTING, PREDICTION_ROWS
 from .rows import (
     BIASED_MOE_ROWS,
@@ -193,6 +205,22 @@ FAMILIES = {
             prefix="backbone.",
             tied=(("lm_head.weight", "backbone.embeddings.weight"),),
             ignored=("mtp.*",),
+        ),
+        _family(
+            "bamba",
+            "BambaForCausalLM",
+            BAMBA_ROWS,
+            BAMBA,
+            prefix="model.",
+            tied=HEAD,
+        ),
+        _family(
+            "granitemoehybrid",
+            "GraniteMoeHybridForCausalLM",
+            GRANITE_HYBRID_ROWS,
+            GRANITE_HYBRID,
+            prefix="model.",
+            tied=HEAD,
         ),
         _family(
             "gpt_oss",
@@ -414,18 +442,9 @@ FAMILIES = {
             for model_type, architecture, table in (
                 ("deepseek_v3", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
                 ("kimi_k2", "DeepseekV3ForCausalLM", DEEPSEEK_V3),
+                ("deepseek_v2", "DeepseekV2ForCausalLM", DEEPSEEK_V2),
                 ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", GLM4_MOE_LITE),
             )
-        ),
-        _family(
-            "deepseek_v2",
-            "DeepseekV2ForCausalLM",
-            LATENT_ROWS,
-            DEEPSEEK_V2,
-            prefix="model.",
-            tied=HEAD,
-            precise=EXPERT_BIAS,
-            ignored=INVERSE,
         ),
         _family(
             "stablelm",

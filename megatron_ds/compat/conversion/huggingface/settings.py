@@ -18,8 +18,14 @@ from ..settings_table import options_of, settings_of
 from .experts import BIASED_KEYS, EXPERT_KEYS, expert_options, expert_settings
 from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .latents import LATENT_KEYS
-from .mixer_settings import HALF_KEYS, LinearLayers
-from .mixer_tables import NEMOTRON_H, QWEN3_5, QWEN3_NEXT
+from .mixer_settings import HALF_KEYS, MAMBA_KEYS, LinearLayers
+from .mixer_tables import (
+    BAMBA,
+    GRANITE_HYBRID,
+    NEMOTRON_H,
+    QWEN3_5,
+    QWEN3_NEXT,
+)
 from .predictions import OTHER_NAME
 from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
@@ -67,6 +73,7 @@ DEFAULTS = {
     "helium": {"rope_theta": 100000.0},
     "cohere": {"rope_theta": 500000.0},
     "smollm3": {"rope_theta": 2000000.0},
+    "bamba": {SHARE: 0.5},
     "qwen3_next": {SHARE: 0.25},
     "qwen3_5_text": {SHARE: 0.25},
 }
@@ -80,6 +87,7 @@ PARTLY = (
     STABLELM,
     QWEN3_NEXT,
     QWEN3_5,
+    BAMBA,
 )
 # Other names of settings, which transformers renames when it reads them, by model_type.
 ALIASES = {
@@ -254,6 +262,7 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "norm_topk_prob": True,
     },
     "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "bamba": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "nemotron_h": {
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -262,7 +271,9 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
     },
 }
 # Losses and ranks of DeepSeek's own training, which transformers has no code for, and what a note states.
-WITHOUT_LOSS = frozenset("aux_loss_alpha seq_aux ep_size".split()) | {OTHER_NAME}
+WITHOUT_LOSS = frozenset(
+    "aux_loss_alpha seq_aux ep_size num_nextn_predict_layers num_mtp_layers".split()
+)
 # Settings that rules of one table read, or that have no effect on its models.
 BESIDE_TABLES = (
     (GEMMA2, ROTARY_KEYS | WINDOW_KEYS | {"sliding_window_pattern"}),
@@ -283,6 +294,8 @@ BESIDE_TABLES = (
     (SMOLLM3, {"no_rope_layer_interval"}),
     (COHERE2, {"sliding_window_pattern"}),
     (NEMOTRON_H, HALF_KEYS),
+    (BAMBA, MAMBA_KEYS),
+    (GRANITE_HYBRID, MAMBA_KEYS | EXPERT_KEYS | {"intermediate_size"}),
     (QWEN3_NEXT, {"full_attention_interval"}),
     (QWEN3_5, {"full_attention_interval"}),
     (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values
