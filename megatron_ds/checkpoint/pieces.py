@@ -151,9 +151,9 @@ def written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> list[Piec
 
 def _is_writer(piece: Piece, coordinates: Coordinates) -> bool:
     turn, replica = divmod(zlib.crc32(key(piece).encode()), piece.replicas)
-    tp_rank, tp_size = coordinates.get("tp", (0, 1))
+    at, size = coordinates.get(piece.spec.tensor_axis, (0, 1))
     return replica == piece.replica and (
-        piece.spec.is_split_over("tp") or turn % tp_size == tp_rank
+        piece.spec.tensor_split is not None or turn % size == at
     )
 
 

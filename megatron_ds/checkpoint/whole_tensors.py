@@ -122,9 +122,9 @@ class TensorStream:
 
 def _sends(piece: Piece, coordinates: Coordinates) -> bool:
     """Return whether this rank is the first that holds the content: rank 0 then uses its own copy."""
-    tp_rank, _ = coordinates.get("tp", (0, 1))
-    is_split = piece.spec.is_split_over("tp")
-    is_first = piece.replica == 0 and (is_split or tp_rank == 0)
+    at, _ = coordinates.get(piece.spec.tensor_axis, (0, 1))
+    is_split = piece.spec.tensor_split is not None
+    is_first = piece.replica == 0 and (is_split or at == 0)
     return is_first and not piece.spec.tied_copy
 
 

@@ -126,6 +126,8 @@ class RunConfig:
     def grid(self, world_size: int | None = None) -> Grid:
         """Return the grid of the ranks. Raises ConfigError if the sizes of the axes do not divide their number."""
         p = self.parallel
+        # Without experts the size of theirs has no effect.
+        etp = p.expert_tensor_parallel_size if self.model.num_experts else None
         return Grid.fit(
             self.world_size if world_size is None else world_size,
             tp=p.tensor_model_parallel_size,
@@ -133,6 +135,7 @@ class RunConfig:
             ep=p.expert_model_parallel_size,
             pp=p.pipeline_model_parallel_size,
             order=p.rank_order,
+            etp=etp or 0,
         )
 
     @property

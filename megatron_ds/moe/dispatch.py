@@ -3,16 +3,19 @@
     x [T, h] of each rank
       │ permute            a row for each kept slot, sorted by expert; of one expert in the order of tokens
       │ all-to-all (ep)    to the rank of the expert
-      │ all-gather (tp)    rows of the tensor-parallel ranks, with sequence parallelism
+      │ all-gather (etp)   rows of the ranks that divide an expert, if they have different tokens
       │ sort               by expert
-    experts [n, h]         each tensor-parallel rank computes a part of the width
+    experts [n, h]         each of these ranks computes a part of the width
       │ sort back
-      │ reduce-scatter (tp), or all-reduce without sequence parallelism
+      │ reduce-scatter (etp), or all-reduce if they have equal tokens
       │ all-to-all (ep)
       │ combine            sum of the k rows of a token, times their weights, in the order of slots, in fp32
     y [T, h]
 
-Numbers of rows are exchanged first: with sequence parallelism all-gathered over tp, then all-to-all over ep,
+Ranks that divide an expert (etp) are the tensor-parallel ones, which have different tokens with sequence
+parallelism alone, or others, which always have. With etp 1 nothing is gathered.
+
+Numbers of rows are exchanged first: of different tokens all-gathered over etp, then all-to-all over ep,
 8 E bytes a rank. They are read by the host, which waits for the device there. In plans, where tensors have no
 values, experts receive equal numbers of rows.
 
@@ -29,6 +32,7 @@ from itertools import islice, pairwise
 
 import torch
 
+from ..errors import ConfigError
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
 from ..mpu.group import Group
@@ -46,7 +50,7 @@ class Groups:
     """The ranks among which a layer with experts moves tokens.
 
     ep                 ranks that divide the experts
-    tp                 tensor-parallel ranks
+    tp                 ranks that divide each expert
     sequence_parallel  whether these have different tokens
     """
 
@@ -56,13 +60,20 @@ class Groups:
 
     @classmethod
     def of(cls, ctx: ParallelContext) -> "Groups":
-        """Collective over the world when first called."""
-        gives_different_tokens = ctx.sequence_parallel and ctx.tp.size > 1
-        return cls(ctx.group("ep"), ctx.tp, gives_different_tokens)
+        """Collective over the world when first called. Raises ConfigError if ranks with equal tokens would have
+        different experts."""
+        etp = ctx.etp
+        differ = ctx.sequence_parallel or ctx.tp.size == 1
+        if not differ and etp.ranks != ctx.tp.ranks:
+            raise ConfigError(
+                f"experts are divided over {etp.size} ranks and dense layers over {ctx.tp.size}, which have equal "
+                "tokens: each would be sent twice. Use sequence parallelism, or the same ranks for both."
+            )
+        return cls(ctx.group("ep"), etp, differ and etp.size > 1)
 
     @property
     def parts(self) -> int:
-        """Ranks that hold different tokens of a sequence."""
+        """Ranks that divide an expert and hold different tokens."""
         return self.tp.size if self.sequence_parallel else 1
 
 
@@ -95,7 +106,7 @@ class Dispatch:
             (chunks, planned * t),
             (used, k),
         )
-        # Rows that arrive: from each ep rank those of this tp rank; then those of the other tp ranks.
+        # Rows that arrive: from each ep rank those of this etp rank; then those of the other etp ranks.
         mine = groups.tp.rank if t > 1 else 0
         cells = _sums(received, ep * t)  # [ep, t], flat
         self._sent = _sums(rows, groups.ep.size)
@@ -138,7 +149,7 @@ class Dispatch:
         )
 
     def arrive(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `send` → [n, h], sorted by expert. Collective over tp."""
+        """Return the rows of `send` → [n, h], sorted by expert. Collective over etp."""
         groups = self.groups
         if groups.sequence_parallel:
             rows = all_gather_rows(rows, self._of_tp, groups.tp)
@@ -149,7 +160,7 @@ class Dispatch:
     def follow(self, values: torch.Tensor) -> torch.Tensor:
         """Numbers [T] of the tokens → [n], those of the tokens of the experts' rows. Without gradients.
 
-        Collective over ep, and over tp with sequence parallelism.
+        Collective over ep, and over etp if its ranks have different tokens.
         """
         groups = self.groups
         rows = values[self._order // self.weights.shape[1]]
@@ -159,7 +170,7 @@ class Dispatch:
         return rows if self._sort is None else rows[self._sort.order]
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Results of the experts, partial sums over tp → y [T, h]. Collective over tp and ep."""
+        """Results of the experts, partial sums over etp → y [T, h]. Collective over etp and ep."""
         groups = self.groups
         if self._sort is not None:
             rows = self._sort.backward(rows)
@@ -188,7 +199,7 @@ class Sorting:
 
 
 def _sorting(chunks: torch.Tensor, rows: int) -> Sorting | None:
-    """By expert, rows that arrive in the order tp rank, ep rank, expert.
+    """By expert, rows that arrive in the order etp rank, ep rank, expert.
 
     chunks: their numbers, int64 [ep, t, E/ep]; rows: the sum
     """

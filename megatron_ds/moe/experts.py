@@ -1,7 +1,7 @@
 """`Experts`: the feed-forward networks of one layer, of which each expert-parallel rank holds some.
 
-    linear_fc1.weight   [E, (2) f, h]     Split("ep", 0), Split("tp", 1)
-    linear_fc2.weight   [E, h, f]         Split("ep", 0), Split("tp", 2)
+    linear_fc1.weight   [E, (2) f, h]     Split("ep", 0), Split("etp", 1)
+    linear_fc2.weight   [E, h, f]         Split("ep", 0), Split("etp", 2)
 
 All experts of a layer are one logical tensor, and a rank holds a run of its first dimension. So the number of
 parameters does not grow with the number of experts, one kernel computes all experts of a rank, and a
@@ -48,7 +48,7 @@ class Experts(nn.Module):
             f"{name}.linear_fc1",
             (num_experts, parts * f, h),
             ctx,
-            Split("tp", 1, parts),
+            Split("etp", 1, parts),
             init_std=config.init_method_std,
             bias=bias,
         )
@@ -56,7 +56,7 @@ class Experts(nn.Module):
             f"{name}.linear_fc2",
             (num_experts, h, f),
             ctx,
-            Split("tp", 2),
+            Split("etp", 2),
             init_std=output_std,
             bias=bias,
         )
@@ -64,7 +64,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """runs: rows of each expert of this rank.
 
-        Tensor-parallel ranks hold the same x and parts of each expert's width, so results are partial sums.
+        Ranks that divide an expert hold the same x and parts of each expert's width, so results are partial sums.
         """
         return self.linear_fc2(
             self.activation(self.linear_fc1(x, runs)), runs
@@ -84,10 +84,10 @@ class GroupedLinear(nn.Module):
         init_std: float,
         bias: bool,
     ):
-        """shape: experts, out, in. cut: over "tp", of out or of in; None: each of its ranks holds the whole
+        """shape: experts, out, in. cut: over "etp", of out or of in; None: each of its ranks holds the whole
         weight, beside a cut one, and its gradient is a partial sum.
 
-        The bias of a cut input is added by one tensor-parallel rank, since outputs are partial sums.
+        The bias of a cut input is added by one of these ranks, since outputs are partial sums.
         """
         super().__init__()
         # The weights of all experts as one parameter.
@@ -99,7 +99,7 @@ class GroupedLinear(nn.Module):
                 Init("normal", init_std),
                 (experts,) if cut is None else (experts, cut),
                 matrices=Matrices(),
-                partial_over=("tp",) if cut is None else (),
+                partial_over=("etp",) if cut is None else (),
             ),
             ctx,
         )
@@ -114,10 +114,10 @@ class GroupedLinear(nn.Module):
                 Init("zeros"),
                 (experts,) if of_output is None else (experts, of_output),
                 decay=False,
-                partial_over=("tp",) if of_output is None else (),
+                partial_over=("etp",) if of_output is None else (),
             )
             self.bias = new_shard(spec, ctx)
-            self.adds_bias = of_output is not None or ctx.tp.rank == 0
+            self.adds_bias = of_output is not None or ctx.etp.rank == 0
 
     def forward(self, x: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """runs: rows of each expert of this rank, n in all."""

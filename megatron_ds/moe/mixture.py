@@ -70,7 +70,7 @@ class MixtureOfExperts(nn.Module):
             self.gate = _small(f"{name}.shared_experts.gate_weight", 1, config, ctx)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Adds loss terms and metrics to the ledger of the batch. Collective over ep and tp."""
+        """Adds loss terms and metrics to the ledger of the batch. Collective over ep and etp."""
         tokens = x.flatten(0, 1)
         counted = self._counted(batch)
         # Choose experts, and limit them.
@@ -141,8 +141,11 @@ class MixtureOfExperts(nn.Module):
         if not capacity.padded:
             return Dispatch(routing, self.num_experts, self.groups)
         sets = capacity.sets(samples)
-        held = len(routing.experts) * self.groups.parts
-        places = min(capacity.rows(held * self.ctx.cp.size // sets), held // sets)
+        tokens = len(routing.experts)
+        ranks = self.ctx.sequence_ranks
+        whole = tokens if ranks is None else tokens * ranks.size
+        held = tokens * self.groups.parts
+        places = min(capacity.rows(whole // sets), held // sets)
         return PaddedDispatch(routing, self.num_experts, self.groups, sets, places)
 
     def _joined(

@@ -29,6 +29,9 @@ Bytes that a rank sends in a forward, and again in a backward, with e bytes a nu
 and with sequence parallelism the experts and weights of the tokens over tp. For as many rows `Dispatch` sends
 the same over ep with sequence parallelism, and without it t times as much.
 
+Where experts are divided over other ranks than dense layers, those of etp, t of them, stand for tp, as with
+sequence parallelism.
+
 Letters as in `dispatch.py`; t tensor-parallel ranks, n sets of competing tokens, C places of each expert.
 """
 

@@ -116,6 +116,11 @@ class ParallelContext:
         return self.group("tp")
 
     @cached_property
+    def etp(self) -> Group:
+        """The ranks that divide each expert: those of `tp`, unless experts are divided in another way."""
+        return self.group("etp")
+
+    @cached_property
     def cp(self) -> Group:
         """The context-parallel group."""
         return self.group("cp")

@@ -1,7 +1,8 @@
 """`Grid`: coordinates of the ranks on the axes of parallelism, and the groups. Pure arithmetic, no torch.
 
-Axes:  tp  tensor        cp  context        dp  data        pp  pipeline             world = tp * cp * dp * pp
-       ep  expert        edp expert-data    the same ranks as cp x dp, cut another way: ep * edp = cp * dp
+Axes:  tp  tensor        cp  context        dp  data          pp  pipeline           world = tp * cp * dp * pp
+       etp expert-tensor ep  expert         edp expert-data   the same ranks as tp x cp x dp, cut another way:
+                                                              etp * ep * edp = tp * cp * dp
 
 The first axis of `order` varies fastest. Default order, tp=2, cp=1, dp=2, pp=2 (and ep=2, so edp=1):
 
@@ -11,10 +12,18 @@ The first axis of `order` varies fastest. Default order, tp=2, cp=1, dp=2, pp=2 
     pp     0  0  0  0  1  1  1  1        groups("tp","pp")  (0,1,4,5) (2,3,6,7)
     ep     0  0  1  1  0  0  1  1        groups("edp")      (0,) (1,) ...
 
-The position of "ep" in the order, relative to "dp", decides which of ep and edp varies faster among the ranks
-of cp x dp. Dense layers and experts have the same tensor and pipeline groups. (Megatron-LM
-refuses most orders that give them different ones. Of orders in which tp is not first it accepts some, such as
-cp-dp-tp-ep-pp, and gives experts other tensor groups than attention; its flags reach no such order.)
+Experts have the pipeline groups of dense layers and, with etp = tp, the default, their tensor groups. Then ep
+and edp cut the ranks of cp x dp, and the position of "ep" in the order, relative to "dp", decides which of them
+varies faster. (Megatron-LM refuses most orders that give experts other tensor groups. Of orders in which tp is
+not first it accepts some, such as cp-dp-tp-ep-pp; its flags reach no such order.)
+
+With another etp ("parallel folding": Liu et al. 2025, arXiv:2504.14960, section 3) a place among the ranks of
+tp x cp x dp is a number in two mixed radix systems: tp, cp, dp and etp, ep, edp, each in its order. tp=2, dp=4:
+
+    rank   0  1  2  3  4  5  6  7
+    tp     0  1  0  1  0  1  0  1        groups("tp")       (0,1) (2,3) (4,5) (6,7)
+    ep     0  1  2  3  0  1  2  3        groups("ep")       (0,1,2,3) (4,5,6,7)              etp=1, ep=4
+    edp    0  0  0  0  1  1  1  1        groups("edp")      (0,4) (1,5) (2,6) (3,7)
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,11 +38,18 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 LARGEST_PRIME = 10**6  # that `divisors` tries
 
 _DENSE = ("tp", "cp", "dp", "pp")
-_EXPERT = ("tp", "ep", "edp", "pp")
+_EXPERT = ("etp", "ep", "edp", "pp")
+_EXPERT_OF_TP = ("tp", "ep", "edp", "pp")  # the same where etp is tp
+# Experts' axes, by those whose places in the order they take.
+_OF_EXPERTS = {
+    "tp": "etp",
+    "dp": "edp",
+}
 _FLAGS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
     "dp": "the data-parallel size",
     "pp": "pipeline_model_parallel_size",
 }
@@ -45,12 +61,13 @@ class Grid:
 
     tp     tensor: ranks that divide each layer
     cp     context: ranks that divide each sequence
-    ep     expert: ranks among those of cp x dp that divide the experts
+    ep     expert: ranks among those of tp x cp x dp that divide the experts
     dp     data: ranks that divide the batch
     pp     pipeline: ranks that divide the list of layers
     order  names of the axes, the fastest first
+    etp    expert-tensor: ranks that divide each expert; 0: those of tp
 
-    Raises ConfigError for sizes below one, a bad order, or ep that does not divide cp x dp.
+    Raises ConfigError for sizes below one, a bad order, or etp x ep that does not divide tp x cp x dp.
     """
 
     tp: int = 1
@@ -59,10 +76,13 @@ class Grid:
     dp: int = 1
     pp: int = 1
     order: str = DEFAULT_ORDER
+    etp: int = 0
 
     def __post_init__(self):
         # Sizes, and an order of all axes.
-        for axis in AXES:
+        if self.etp == 0:
+            object.__setattr__(self, "etp", self.tp)
+        for axis in (*AXES, "etp"):
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
                 raise ConfigError(
@@ -74,13 +94,23 @@ class Grid:
                 f"rank order {self.order!r} must name each of {', '.join(AXES)} once, fastest "
                 f"first, joined by '-': {DEFAULT_ORDER!r} is the default."
             )
-        # Experts are on the ranks of cp x dp.
-        data = self.cp * self.dp
-        if data % self.ep:
+        # Experts are on the ranks of tp x cp x dp.
+        places = self.tp * self.cp * self.dp
+        if places % self.etp:
+            sizes = _listed(divisors(places))
             raise ConfigError(
-                f"expert_model_parallel_size={self.ep} does not divide context x data = "
-                f"{self.cp} x {self.dp} = {data}: experts are distributed over those ranks. "
-                f"Use a size in {_listed(divisors(data))}."
+                f"expert_tensor_parallel_size={self.etp} does not divide tensor x context x data = "
+                f"{places}: experts are divided among those ranks. Use a size in {sizes}."
+            )
+        data = places // self.etp
+        if data % self.ep:
+            of = f"context x data = {self.cp} x {self.dp} = {data}"
+            if self.folds:
+                of = f"tensor x context x data / expert-tensor = {places} / {self.etp} = {data}"
+            sizes = _listed(divisors(data))
+            raise ConfigError(
+                f"expert_model_parallel_size={self.ep} does not divide {of}: experts are "
+                f"distributed over those ranks. Use a size in {sizes}."
             )
 
     @classmethod
@@ -92,6 +122,7 @@ class Grid:
         ep: int = 1,
         pp: int = 1,
         order: str = DEFAULT_ORDER,
+        etp: int = 0,
     ) -> "Grid":
         """Return the grid of `world_size` ranks; dp is what the other axes leave. Raises ConfigError."""
         # The ranks of one replica of the model.
@@ -99,7 +130,7 @@ class Grid:
         if world_size < 1 or world_size % one.world_size:
             raise ConfigError(_misfit(world_size, one))
         dp = world_size // one.world_size
-        return cls(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order)
+        return cls(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, etp=etp)
 
     @property
     def world_size(self) -> int:
@@ -109,26 +140,35 @@ class Grid:
     @property
     def edp(self) -> int:
         """Size of the expert-data axis."""
-        return self.cp * self.dp // self.ep
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
+
+    @property
+    def folds(self) -> bool:
+        """Whether experts are divided over other tensor groups than dense layers."""
+        return self.etp != self.tp
+
+    def known(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return these axes, with "tp" for "etp" where both are the same: a group has one name."""
+        return tuple("tp" if a == "etp" and not self.folds else a for a in axes)
 
     def size(self, *axes: str) -> int:
         """Return how many ranks a group over these axes has."""
         return prod(self._size(axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of a rank on tp, cp, dp, pp, ep and edp."""
+        """Position of a rank on tp, cp, dp, pp, etp, ep and edp."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(
                 f"rank {rank} is not on a grid of {self.world_size} ranks."
             )
         dense = _unravel(rank, self._radix["dense"])
-        # The position among the ranks of cp x dp, divided into ep and edp.
-        place = _ravel(dense, self._radix["data"])
-        return dense | _unravel(place, self._radix["expert_data"])
+        # The same place, on the experts' axes.
+        place = _ravel(dense, self._radix["place"])
+        return dense | {"etp": dense["tp"]} | _unravel(place, self._radix["experts"])
 
     def rank_of(self, **coordinates: int) -> int:
-        """Return the rank at these coordinates, 0 on axes left out; of (tp, cp, dp, pp) or of (tp, ep, edp, pp)."""
-        _view(coordinates)
+        """Return the rank at these coordinates, 0 on axes left out; of (tp, cp, dp, pp) or of (etp, ep, edp, pp)."""
+        view = self._view(coordinates)
         for axis, position in coordinates.items():
             size = self._size(axis)
             if not 0 <= position < size:
@@ -136,16 +176,18 @@ class Grid:
                     f"{axis}={position} is outside its axis, which has size {size}."
                 )
         at = dict.fromkeys(_DENSE + _EXPERT, 0) | coordinates
-        # ep and edp give cp and dp.
-        if "ep" in coordinates or "edp" in coordinates:
-            place = _ravel(at, self._radix["expert_data"])
-            at |= _unravel(place, self._radix["data"])
+        # The experts' coordinates give those of dense layers.
+        if view == _EXPERT:
+            at["tp"] = at["etp"]
+        if view != _DENSE:
+            place = _ravel(at, self._radix["experts"])
+            at |= _unravel(place, self._radix["place"])
         return _ravel(at, self._radix["dense"])
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups over these axes: ranks that differ in no other coordinate, ascending, by first rank."""
         # Ranks of a group have equal coordinates on all other axes.
-        fixed = [axis for axis in _view(axes) if axis not in axes]
+        fixed = [axis for axis in self._view(axes) if axis not in axes]
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
@@ -171,7 +213,7 @@ class Grid:
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the group over these axes that holds `rank`."""
         at = self.coordinates(rank)
-        here = {axis: at[axis] for axis in _view(axes)}
+        here = {axis: at[axis] for axis in self._view(axes)}
         # All coordinates on these axes, with those of `rank` on the others.
         places = [here]
         for axis in axes:
@@ -181,7 +223,9 @@ class Grid:
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {self._size(axis)}" for axis in _DENSE)
-        if self.ep > 1:
+        if self.folds:
+            sizes += f" (experts: etp {self.etp} x ep {self.ep} x edp {self.edp})"
+        elif self.ep > 1:
             sizes += f" (experts: ep {self.ep} x edp {self.edp})"
         return sizes
 
@@ -189,18 +233,33 @@ class Grid:
         """Size of an axis, edp included."""
         return getattr(self, axis)
 
+    def _view(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return the four axes that contain these. Raises ConfigError for unknown axes, or for both views at once."""
+        for view in (_DENSE, _EXPERT, _EXPERT_OF_TP):
+            knows = set(axes) <= set(view)
+            if knows and not (self.folds and view == _EXPERT_OF_TP):
+                return view
+        together = ", ".join(axes)
+        dense = ", ".join(_DENSE)
+        expert = ", ".join(_EXPERT)
+        raise ConfigError(
+            f"no grid has the axes ({together}) together. Dense layers: "
+            f"{dense}; experts: {expert}."
+        )
+
     @cached_property
     def _radix(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Mixed radix systems, fastest digit first: of the rank, and of the position within cp x dp, divided
-        in two ways."""
+        """Mixed radix systems, fastest digit first: of the rank, and of a place among the ranks that experts cut
+        in another way than dense layers."""
         order = self.order.split("-")
-        # edp is where dp is in the order.
-        expert_order = ["edp" if axis == "dp" else axis for axis in order]
+        of_experts = [_OF_EXPERTS.get(axis, axis) for axis in order]
         pick = lambda axes, of: tuple((a, self._size(a)) for a in of if a in axes)
+        # Where tensor groups are the same, the rest of the axes is cut.
+        first = 0 if self.folds else 1
         return {
             "dense": pick(_DENSE, order),
-            "data": pick(("cp", "dp"), order),
-            "expert_data": pick(("ep", "edp"), expert_order),
+            "place": pick(_DENSE[first:-1], order),
+            "experts": pick(_EXPERT[first:-1], of_experts),
         }
 
 
@@ -247,20 +306,6 @@ def divisors(n: int) -> tuple[int, ...]:
     if rest > 1:
         found += [divisor * rest for divisor in found]
     return tuple(sorted(found))
-
-
-def _view(axes: Iterable[str]) -> tuple[str, ...]:
-    """Return the four axes that contain these. Raises ConfigError for unknown axes, or for both views at once."""
-    for view in (_DENSE, _EXPERT):
-        if set(axes) <= set(view):
-            return view
-    together = ", ".join(axes)
-    dense = ", ".join(_DENSE)
-    expert = ", ".join(_EXPERT)
-    raise ConfigError(
-        f"no grid has the axes ({together}) together. Dense layers: "
-        f"{dense}; experts: {expert}."
-    )
 
 
 def _unravel(index: int, radix: Sequence[tuple[str, int]]) -> dict[str, int]:

@@ -71,7 +71,7 @@ NUM_STREAMS = {"pp": 4}
 
 # Groups over these axes send activations within layers. On one host without GPUs their collectives go through
 # its memory.
-ACTIVATION_AXES = ("tp", "cp")
+ACTIVATION_AXES = ("tp", "cp", "etp")
 
 
 class Waitable(Protocol):

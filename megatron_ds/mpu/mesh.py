@@ -28,7 +28,7 @@ from .group import Group, Traffic, Transport
 Connect = Callable[[str, list[tuple[int, ...]], int], Transport | None]
 
 # Names of groups list their axes in this order. The exception is "dp-cp", a name that logs and plans contain.
-_ORDER = ("tp", "cp", "ep", "edp", "dp", "pp")
+_ORDER = ("tp", "cp", "etp", "ep", "edp", "dp", "pp")
 _SAMPLES = ("dp",)
 _REDUCTION = ("dp", "cp")
 _WORLD = "tp-cp-dp-pp"
@@ -67,7 +67,7 @@ class Mesh:
 
         Collective over the world when these axes are first asked for. Raises ConfigError for unknown axes.
         """
-        name = _name_of(axes)
+        name = self._name_of(axes)
         if name not in self._groups:
             lists = (
                 self.grid.embedding_groups()
@@ -102,7 +102,7 @@ class Mesh:
         """(inner, outer): the run of `size` ranks of the group over these axes that holds this one, and the
         ranks of equal position in all runs. Collective over the world when first asked for. Raises
         ConfigError."""
-        name = _name_of(axes)
+        name = self._name_of(axes)
         whole = self.group(*axes)
         if (name, size) not in self._split:
             inner, outer = cut_groups(self.grid.groups(*axes), size)
@@ -143,7 +143,7 @@ class Mesh:
 
     def size(self, *axes: str) -> int:
         """Ranks of the group over these axes; connects nothing."""
-        return self.grid.size(*_name_of(axes).split("-"))
+        return self.grid.size(*self._name_of(axes).split("-"))
 
     @property
     def world_size(self) -> int:
@@ -177,6 +177,9 @@ class Mesh:
         """Close all process groups. The mesh cannot be used afterwards."""
         for transport in filter(None, self._transports.values()):
             getattr(transport, "close", lambda: None)()
+
+    def _name_of(self, axes: Sequence[str]) -> str:
+        return _name_of(self.grid.known(axes))
 
     @property
     def _connector(self) -> Connect:
@@ -222,6 +225,7 @@ GETTER_GROUPS = (
     ("cp",),
     ("dp",),
     ("pp",),
+    ("etp",),
     ("ep",),
     ("edp",),
     ("dp", "cp"),

@@ -8,9 +8,9 @@ Terms:  a *logical* tensor is the parameter as one process would hold it: true s
         A *box* is a rectangle of a local tensor, with the rectangle of the logical tensor that it mirrors.
 
     logical fc1 of a gated MLP, [2f, h]                stacked experts, [4, f, h]
-    Split("tp", 0, parts=2), two ranks                 Split("ep", 0), Split("tp", 1), two ranks on each axis
+    Split("tp", 0, parts=2), two ranks                 Split("ep", 0), Split("etp", 1), two ranks on each axis
 
-    tp 0    |-- gate 0..f/2 --|-- up 0..f/2 --|                  tp 0               tp 1
+    tp 0    |-- gate 0..f/2 --|-- up 0..f/2 --|                  etp 0              etp 1
     tp 1    |-- gate f/2..f --|-- up f/2..f --|         ep 0     [0:2, 0:f/2, :]    [0:2, f/2:f, :]
                                                         ep 1     [2:4, 0:f/2, :]    [2:4, f/2:f, :]
 """
@@ -28,8 +28,13 @@ Coordinates = Mapping[str, tuple[int, int]]
 
 DATA_AXES = ("dp", "cp")
 EXPERT_DATA_AXES = ("edp",)
+TENSOR_AXES = ("tp", "etp")
 # The axes that the readers of specs handle.
-SUPPORTED = {"splits": ("tp", "ep"), "partial_over": ("tp",), "distinct_over": ("ep",)}
+SUPPORTED = {
+    "splits": ("tp", "ep", "etp"),
+    "partial_over": ("tp", "etp"),
+    "distinct_over": ("ep",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ class ParamSpec:
     init           how the logical tensor is filled
     splits         the dimensions that are cut, each over a mesh axis of its own
     partial_over   axes over which the local gradient is a partial sum, besides those of `reduced_over`: "tp"
-                   where the parameter is applied to a slice of the sequence
+                   where the parameter is applied to a slice of the sequence, "etp" to a part of an expert
     tied           key shared by all holders of one logical parameter on several pipeline stages (tied
                    embeddings)
     tied_copy      True on every holder but the first: not counted in norms, not saved
@@ -194,6 +199,17 @@ class ParamSpec:
         """The mesh axes over which gradients are summed: ranks along them use the same elements."""
         differs_over_ep = self.is_split_over("ep") or "ep" in self.distinct_over
         return EXPERT_DATA_AXES if differs_over_ep else DATA_AXES
+
+    @property
+    def tensor_axis(self) -> str:
+        """The mesh axis whose ranks divide the layer of the parameter: "etp" for experts, else "tp"."""
+        return "etp" if self.reduced_over == EXPERT_DATA_AXES else "tp"
+
+    @property
+    def tensor_split(self) -> Split | None:
+        """The split over the ranks that divide the layer, None where each of them holds the whole."""
+        splits = (split for split in self.splits if split.axis in TENSOR_AXES)
+        return next(splits, None)
 
     def split_over(self, axis: str) -> Split | None:
         """Return the split over a mesh axis, None where every rank of the axis holds the whole."""

@@ -34,7 +34,7 @@ from ..models import MODELS, Layer
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.context import ParallelContext
-from ..mpu.group import Group, coordinates_of
+from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..mpu.pipeline_channels import channels_over
 from ..pipeline.backward import attach
@@ -247,6 +247,9 @@ def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]
     device = ctx.device
     architecture = MODELS[model.model]
     layers = architecture(model, ctx)
+    # The place of this rank among those that divide the weights of a layer.
+    groups = {axis: ctx.group(axis) for axis in ("tp", "etp", "ep")}
+    coordinates = {axis: (group.rank, group.size) for axis, group in groups.items()}
     x = _activation(config, ctx)
     ledger = Ledger()
     batch = blank_batch(config, ctx.slice, device).with_ledger(ledger)
@@ -260,7 +263,7 @@ def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]
     last = layers[-1].kind
     for kind, layer in {layer.kind: layer for layer in layers}.items():
         module = layer.make()
-        initialize(list(module.parameters()), config.train.seed, coordinates_of(tp))
+        initialize(list(module.parameters()), config.train.seed, coordinates)
         given = None if kind == first else x
         costs[kind] = _time_layer(
             module, given, batch, loss if kind == last else output, device
@@ -380,6 +383,7 @@ def _run_key(config: RunConfig, device: torch.device) -> dict:
             m.moe_pad_expert_input_to_capacity,
             m.dense_width,
             config.grid().ep,
+            config.grid().etp,
         ],
         "further": [getattr(m, n) for one in features() for n in one.model_fields],
         "dropout": [m.hidden_dropout, m.attention_dropout],

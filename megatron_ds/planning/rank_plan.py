@@ -114,6 +114,8 @@ def data_groups(
     experts = fake_group(
         "edp", grid.size("edp"), grid.group_of(rank, "edp").index(rank)
     )
+    # Ranks that divide an expert, and those that hold a tied embedding.
+    of_expert = fake_group(*grid.known(("etp",)), grid.etp, at["etp"])
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
     return DataGroups(
@@ -123,6 +125,7 @@ def data_groups(
         fake_group("embd", holders, 0),
         inner,
         outer,
+        etp=of_expert,
     )
 
 
@@ -419,10 +422,12 @@ def state_traffic(
         partial = sum(
             piece.padded_numel
             for piece in pieces
-            if "tp" in member(piece.slot).spec.partial_over
+            if member(piece.slot).spec.partial_over
         )
-        if partial and groups.tp.size > 1:
-            traffic.add("all_reduce", "tp", groups.tp.size, partial * gradient)
+        # Over the ranks that divide the layers.
+        tp = groups.dividing(plan.reduced_over)
+        if partial and tp.size > 1:
+            traffic.add("all_reduce", tp.axes, tp.size, partial * gradient)
         for i, slot in enumerate(plan.layout.slots):
             if is_tied(member(i), groups):
                 numel = slot.numel

@@ -239,6 +239,7 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
         mesh.group("tp", "pp"),
         mesh.group("embd"),
         *halves,
+        etp=mesh.group("etp"),
     )
     # On a GPU the operations of a communicator run one after the other.
     if mesh.device.type == "cuda" and config.zero.stage == 3:

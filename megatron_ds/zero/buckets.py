@@ -63,7 +63,7 @@ class Reduction:
     """How the gradients of a set are reduced.
 
     ranks     over which they are summed
-    tp        ranks over which parameters whose gradient is a partial sum are summed
+    tp        ranks that divide the layers, over which gradients that are partial sums are summed
     exchange  sums them
     overlap   start reductions during backward; False: later (see the two stores)
     checksum  to which each bucket is added before its reduction, if any

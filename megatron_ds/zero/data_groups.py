@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import LayoutError
 from ..mpu.collectives import share_memory
 from ..mpu.group import Group, solo
-from ..mpu.param_spec import DATA_AXES, ParamSpec
+from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, ParamSpec
 
 Axes = tuple[str, ...]
 
@@ -74,6 +74,7 @@ class DataGroups:
     by_axes  mesh axes over which gradients are summed → the group of the ranks along these axes; DATA_AXES is
              always present
     tp       tensor-parallel ranks
+    etp      ranks that divide each expert; None: those of tp
     model    ranks that together hold one copy of the model: tp-pp
     tied     ranks that hold parameters tied across pipeline stages: embd; one rank if nothing is tied
     inner, outer  the DATA_AXES ranks as a hierarchy, for the policy that needs one
@@ -88,11 +89,18 @@ class DataGroups:
     inner: Group | None = None
     outer: Group | None = None
     gathers: Mapping[Axes, Group] = field(default_factory=dict)
+    etp: Group | None = None
 
     @property
     def data(self) -> Group:
         """All data-parallel ranks."""
         return self.by_axes[DATA_AXES]
+
+    def dividing(self, axes: Axes) -> Group:
+        """Return the ranks that divide the layers whose gradients are summed over these axes."""
+        if axes == EXPERT_DATA_AXES and self.etp is not None:
+            return self.etp
+        return self.tp
 
     @property
     def rank_by_axes(self) -> dict[Axes, int]:

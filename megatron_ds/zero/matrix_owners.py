@@ -25,7 +25,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class MatrixEntry:
-    """A parameter with matrices, as the ranks along "tp" and the data-parallel ones hold it.
+    """A parameter with matrices, as the ranks that divide its layer and the data-parallel ones hold it.
 
     spec   of the logical tensor; along "ep" the part of this rank
     axes   over which its gradient is summed
@@ -113,7 +113,7 @@ def plan_rounds(
     loads = Loads(groups)
     at_hand: list[MatrixEntry] = []
     for entry in entries:
-        ranks = groups.by_axes[entry.axes].size * groups.tp.size
+        ranks = groups.by_axes[entry.axes].size * groups.dividing(entry.axes).size
         if at_hand and sum(e.spec.numel for e in (*at_hand, entry)) > elements * ranks:
             yield loads.assign(at_hand)
             at_hand = []
@@ -126,8 +126,10 @@ class Loads:
     """What each rank computes so far, by the axes of its data-parallel group."""
 
     def __init__(self, groups: DataGroups):
-        self._tp = groups.tp.size
-        self._sizes = {axes: group.size for axes, group in groups.by_axes.items()}
+        self._sizes = {
+            axes: (group.size, groups.dividing(axes).size)
+            for axes, group in groups.by_axes.items()
+        }
         self._heaps: dict[tuple[Axes, bool, bool], list[tuple[int, int, int, int]]] = {}
 
     def assign(self, entries: Sequence[MatrixEntry]) -> list[Owned]:
@@ -137,12 +139,13 @@ class Loads:
         """
         owners = {}
         for entry in sorted(entries, key=lambda e: -e.cost):
+            data, tp = self._sizes[entry.axes]
             over_data = bool(entry.spans)
-            over_tp = entry.spec.is_split_over("tp") and self._tp > 1
+            over_tp = entry.spec.tensor_split is not None and tp > 1
             key = entry.axes, over_data, over_tp
             if key not in self._heaps:
-                ds = self._sizes[entry.axes] if over_data else 1
-                ts = self._tp if over_tp else 1
+                ds = data if over_data else 1
+                ts = tp if over_tp else 1
                 self._heaps[key] = [
                     (0, i, i % ds, (i % ds + i // ds) % ts) for i in range(ds * ts)
                 ]

@@ -1,9 +1,10 @@
 """The norm of the whole gradient, and the check that ranks have gradients of the same parameters.
 
 The gradient norm counts each logical element once, in one pass over this rank's shard of the gradients, also
-if gradients are whole everywhere (ZeRO 0). The partial sums are added over the data group (all shards, all
-experts) and over the model-parallel group (all tensor-parallel parts, all stages). Not counted: parameters
-that every tensor-parallel rank holds, except on the first, and second copies of tied parameters.
+if gradients are whole everywhere (ZeRO 0). The partial sums are added over the data group and over the
+model-parallel group, together all ranks: all shards, tensor-parallel parts, experts and stages, wherever the
+ranks of an expert lie. Not counted: parameters that every rank which divides their layer holds, except on the
+first, and second copies of tied parameters.
 
 Note: rows. torch sums a flat fp32 norm in a handful of fp32 accumulators, with an error of 2e-4 at 8 M
 elements. Norms of rows of 1024, squared and summed in float64, are as fast and accurate to 1e-9. The total is
@@ -32,9 +33,10 @@ DATA_BYTES = 3 * 8
 MODEL_BYTES = 2 * 8
 
 
-def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
-    """Return whether this rank's gradient of the parameter counts in the norm."""
-    return not spec.tied_copy and (spec.is_split_over("tp") or tp_rank == 0)
+def is_counted(spec: ParamSpec, groups: DataGroups) -> bool:
+    """Return whether this rank's gradient of the parameter counts in the norm, or its shard of it."""
+    is_first = groups.dividing(spec.reduced_over).rank == 0
+    return not spec.tied_copy and (spec.tensor_split is not None or is_first)
 
 
 def norm_views(

@@ -51,7 +51,10 @@ class ParameterNorms:
             [not entries[i].spec.tied_copy for _, i in tied]
         )
         self._counts_here = self._tensor(
-            [groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries]
+            [
+                e.spec.tensor_split is not None or groups.dividing(e.axes).rank == 0
+                for e in entries
+            ]
         )
         # Over data-parallel ranks: parts in shards, and experts, which the first of the ranks that hold the
         # same ones counts.
@@ -146,14 +149,15 @@ class ParameterNorms:
         return self._indices[names]
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
+        # Of parameters that all ranks dividing a layer hold, the first one's; these may lie along either group.
+        squares = squares * self._counts_here
         # Parameters that are whole on every data-parallel rank have their sum already.
         if self._sums_over_data:
             summed = squares * self._part_here
             all_reduce_(summed, self._groups.data)
             squares = torch.where(self._over_data, summed, squares)
-        # Tensor-parallel parts; the first rank's of parameters that all these ranks hold.
+        # Tensor-parallel parts.
         if self._groups.tp.size > 1:
-            squares = squares * self._counts_here
             all_reduce_(squares, self._groups.tp)
         # Pipeline stages: all holders use the sum of the first, so that their copies stay equal to the bit.
         if len(self._tied):

@@ -121,7 +121,7 @@ class SetMaker:
         counted = [
             p
             for p in plan.layout.slot_intersections(ranks.shard)
-            if is_counted(spec_of(parameters[p.slot]), self.groups.tp.rank)
+            if is_counted(spec_of(parameters[p.slot]), self.groups)
         ]
         views = norm_views(buckets.flat, counted, buckets.start_of)
         padding = sum(p.padded_numel - (p.stop - p.start) for p in counted)
@@ -183,7 +183,7 @@ class SetMaker:
         ]
         reduction = Reduction(
             self.groups.ranks_of(plan.reduced_over),
-            self.groups.tp,
+            self.groups.dividing(plan.reduced_over),
             self.exchange,
             self._overlaps(plan, parameters),
             self.checksum,

@@ -171,13 +171,14 @@ def plan_parameters(
             p.requires_grad
             and group_of(spec_of(p), settings.param_groups).traits.needs_whole_tensors
         )
-        if whole and spec_of(p).is_split_over("tp") and groups.tp.size > 1:
+        divided = groups.dividing(spec_of(p).reduced_over).size
+        if whole and spec_of(p).tensor_split is not None and divided > 1:
             # A matrix that tensor parallelism splits would have to be gathered for each update, with its
             # momentum, by ranks that hold whole optimizer state of it.
             group = group_of(spec_of(p), settings.param_groups)
             raise ConfigError(
                 f"the optimizer of parameter group {group.name!r} needs whole tensors, but {spec_of(p).name} is "
-                f"split over {groups.tp.size} tensor-parallel ranks, and an update of each part by itself is "
+                f"split over {divided} tensor-parallel ranks, and an update of each part by itself is "
                 "not the update of the whole. Use --tensor-model-parallel-size 1, or put the parameter into "
                 "a group whose optimizer treats elements one by one."
             )

@@ -151,7 +151,7 @@ def _leaf(tensor: torch.Tensor) -> LeafTensor:
 class WholeMatrices:
     """The matrices of the parameters of one optimizer, and their owners.
 
-    entries: in the same order on all ranks along "tp" and on all data-parallel ranks
+    entries: in the same order on all ranks that divide a layer and on all data-parallel ranks
     """
 
     def __init__(
@@ -227,8 +227,12 @@ class MatrixRound:
     def __init__(
         self, owned: Sequence[Owned], groups: DataGroups, device: torch.device
     ):
-        self._tp = groups.tp
-        sizes = {"tp": groups.tp.size}
+        tensor = {axes: groups.dividing(axes) for axes in groups.by_axes}
+        sizes = {
+            e.spec.tensor_split.axis: tensor[e.axes].size
+            for e, _, _ in owned
+            if e.spec.tensor_split is not None
+        }
         self._specs = {entry.spec.name: entry.spec for entry, _, _ in owned}
         self._matrices = {entry.spec.name: entry.matrices for entry, _, _ in owned}
         self._shapes = {
@@ -254,21 +258,25 @@ class MatrixRound:
                     device,
                 )
             )
-        # Over tensor-parallel ranks, those whose slices this rank or all data-parallel ranks have.
+        # Over the ranks that divide a layer, those whose slices this rank or all data-parallel ranks have.
         here = lambda e, owner: owner is None or owner == groups.by_axes[e.axes].rank
         self._here = [e.spec.name for e, owner, _ in owned if here(e, owner)]
-        owners = {
-            e.spec.name: tp
-            for e, owner, tp in owned
-            if here(e, owner) and tp is not None
-        }
-        lengths = {name: [numel(name)] * groups.tp.size for name in owners}
-        self._slices = SegmentExchange(groups.tp, owners, lengths, device)
+        self._slices = []
+        for group in {group.axes: group for group in tensor.values()}.values():
+            owners = {
+                e.spec.name: tp
+                for e, owner, tp in owned
+                if tensor[e.axes].axes == group.axes
+                and here(e, owner)
+                and tp is not None
+            }
+            lengths = {name: [numel(name)] * group.size for name in owners}
+            self._slices.append(SegmentExchange(group, owners, lengths, device))
 
     @property
     def hops(self) -> list[SegmentExchange]:
         """All hops, in the order in which they begin."""
-        return [*self._data, self._slices]
+        return [*self._data, *self._slices]
 
     def run(
         self,
@@ -290,15 +298,17 @@ class MatrixRound:
                 name: self._joined(name, pieces)
                 for name, pieces in hop.there(flat).items()
             }
+        divided = {name for hop in self._slices for name in hop.owners}
         wholes = {
             name: local[name].view(self._shapes[name])
             for name in self._here
-            if name not in self._slices.owners
+            if name not in divided
         }
-        slices = self._slices.there(local)
-        wholes |= {
-            name: self._assembled(name, of_ranks) for name, of_ranks in slices.items()
-        }
+        for hop in self._slices:
+            wholes |= {
+                name: self._assembled(name, of_ranks)
+                for name, of_ranks in hop.there(local).items()
+            }
         change_matrices(
             change,
             unit,
@@ -306,9 +316,11 @@ class MatrixRound:
         )
         # And back.
         local |= {name: whole.reshape(-1) for name, whole in wholes.items()}
-        local |= self._slices.back(
-            {name: self._cut(name, wholes[name]) for name in slices}
-        )
+        for hop in self._slices:
+            mine = [name for name in hop.owners if name in wholes]
+            local |= hop.back(
+                {name: self._cut(name, wholes[name], hop.group.size) for name in mine}
+            )
         changed = {name: local[name] for name in self._here if name not in self._spans}
         for hop in self._data:
             changed |= hop.back(
@@ -343,9 +355,9 @@ class MatrixRound:
         torch._foreach_copy_(outs, values)
         return whole
 
-    def _cut(self, name: str, whole: torch.Tensor) -> list[torch.Tensor]:
+    def _cut(self, name: str, whole: torch.Tensor, ranks: int) -> list[torch.Tensor]:
         """Return the inverse of `_assembled`."""
-        slices = [whole.new_empty(self._shapes[name]) for _ in range(self._tp.size)]
+        slices = [whole.new_empty(self._shapes[name]) for _ in range(ranks)]
         of_whole, of_slices = map(list, zip(*self._boxes(name, whole, slices)))
         torch._foreach_copy_(of_slices, of_whole)
         return slices
@@ -354,8 +366,10 @@ class MatrixRound:
         self, name: str, whole: torch.Tensor, slices: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(view of the logical tensor, view of a slice) of the same elements."""
+        split = self._specs[name].tensor_split
+        assert split is not None, "whole parameters have no slices"
         for rank, local in enumerate(slices):
-            for box in self._specs[name].boxes({"tp": (rank, len(slices))}):
+            for box in self._specs[name].boxes({split.axis: (rank, len(slices))}):
                 yield (
                     _part(whole, box.logical, box.sizes),
                     _part(local, box.local, box.sizes),

@@ -353,6 +353,24 @@ CASES = [
             (3, f"--num-experts 8 {EP} 3"),
             (6, f"--num-experts 8 {EP} 4"),
             (2, f"--num-experts 8 --expert-tensor-parallel-size 1 {TP} 2"),
+            (2, f"--num-experts 8 --expert-tensor-parallel-size 3 {TP} 2"),
+            (
+                2,
+                f"--num-experts 8 --expert-tensor-parallel-size 4 {TP} 2 --sequence-parallel",
+            ),
+            (
+                4,
+                "--num-experts 8 --expert-tensor-parallel-size 2 --moe-expert-capacity-factor 1 "
+                "--moe-pad-expert-input-to-capacity",
+            ),
+            (
+                4,
+                f"--num-experts 8 --expert-tensor-parallel-size 1 {TP} 4 --sequence-parallel {EP} 8",
+            ),
+            (
+                4,
+                "--num-experts 8 --expert-tensor-parallel-size 4 --moe-ffn-hidden-size 333",
+            ),
             (
                 2,
                 f"--num-experts 8 --moe-ffn-hidden-size 333 --moe-shared-expert-intermediate-size 5 {TP} 2",

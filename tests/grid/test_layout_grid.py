@@ -169,7 +169,7 @@ def check_metrics(run: Run, reference: Run, limit: float) -> None:
 CHANGING = {
     axis.name: axis
     for axis in (*models.AXES, *samples.AXES, *experts.AXES, *optimizers.AXES)
-    if axis.name not in ("readers", "ep", "kernels")
+    if axis.name not in ("readers", "ep", "etp", "kernels")
 }
 
 

@@ -45,6 +45,7 @@ LAYOUT_KEYS = {
     "pp": "--pipeline-model-parallel-size",
     "dp": None,
     "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
     "cp": "--context-parallel-size",
     "comm_type": "--cp-comm-type",
     "hcp": "--hierarchical-context-parallel-sizes",

@@ -16,13 +16,13 @@ from .threads import run_ranks
 
 
 class TensorGroup:
-    """A mesh with one axis, the given tensor-parallel group."""
+    """A mesh with one axis, the given tensor-parallel group, which divides experts as well."""
 
     def __init__(self, tp):
         self.tp = tp
 
     def group(self, *axes):
-        return self.tp if axes == ("tp",) else solo("-".join(axes))
+        return self.tp if axes in (("tp",), ("etp",)) else solo("-".join(axes))
 
 
 def context_of(

@@ -515,7 +515,7 @@ def load_logical(parameters, weights: dict[str, torch.Tensor], tp) -> None:
     with torch.no_grad():
         for p in parameters:
             p.fill_(PADDING)
-            for box in p.spec.boxes({"tp": (tp.rank, tp.size)}):
+            for box in p.spec.boxes(_place(tp.rank, tp.size)):
                 p[_slices(box.local, box.sizes)] = weights[p.spec.name][
                     _slices(box.logical, box.sizes)
                 ].to(p.dtype)
@@ -530,7 +530,7 @@ def gather_logical(per_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
             whole = result.setdefault(
                 spec.name, torch.zeros(spec.shape, dtype=tensor.dtype)
             )
-            if not spec.is_split_over("tp") and not spec.partial_over and rank > 0:
+            if spec.tensor_split is None and not spec.partial_over and rank > 0:
                 torch.testing.assert_close(
                     whole,
                     tensor,
@@ -540,13 +540,18 @@ def gather_logical(per_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
                 )
                 continue
             rest = tensor.clone()
-            for box in spec.boxes({"tp": (rank, size)}):
+            for box in spec.boxes(_place(rank, size)):
                 whole[_slices(box.logical, box.sizes)] += tensor[
                     _slices(box.local, box.sizes)
                 ]
                 rest[_slices(box.local, box.sizes)] = 0
             assert not rest.any(), f"{spec.name}: padding received a gradient"
     return result
+
+
+def _place(rank, size):
+    """Coordinates of a tensor-parallel rank, which divides experts as well."""
+    return dict.fromkeys(("tp", "etp"), (rank, size))
 
 
 def _slices(start, sizes):

@@ -23,7 +23,7 @@ def assemble(shards: list[torch.Tensor], spec: ParamSpec) -> torch.Tensor:
     it."""
     logical = torch.full(spec.shape, torch.nan)
     for rank, shard in enumerate(shards):
-        for box in spec.boxes({"tp": (rank, len(shards))}):
+        for box in spec.boxes(dict.fromkeys(("tp", "etp"), (rank, len(shards)))):
             _at(logical, box.logical, box.sizes).copy_(_at(shard, box.local, box.sizes))
     return logical
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from megatron_ds.checkpoint.load import load
-from megatron_ds.mpu.group import Group, coordinates_of
+from megatron_ds.mpu.group import Group
 from megatron_ds.mpu.parameter_piece import ParameterPiece
 
 
@@ -19,7 +19,7 @@ def load_weights(
         folder,
         step,
         pieces,
-        coordinates=coordinates_of(tp),
+        coordinates=dict.fromkeys(("tp", "etp"), (tp.rank, tp.size)),
         world=tp,
         exact=False,
     )

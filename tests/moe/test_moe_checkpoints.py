@@ -31,6 +31,10 @@ REMEMBERING = (
 ).split()
 ONE, EP4, MIXED = "dp=1,zero=0", "dp=4,ep=4,zero=1", "tp=2,pp=2,dp=2,ep=2,sp=1,zero=0"
 SHARDED = "tp=2,dp=2,ep=2,zero=3"
+# Experts whole on each rank, in halves, and over more ranks than dense layers.
+WHOLE = "tp=2,sp=1,dp=2,etp=1,ep=4,zero=1"
+DIVIDED = "tp=2,sp=1,dp=2,ep=2,zero=0"
+BEYOND = "tp=2,sp=1,dp=2,etp=4,zero=3"
 KINDS = {"weight", "exp_avg", "exp_avg_sq"}
 
 
@@ -66,6 +70,10 @@ def halfway(tmp_path_factory):
         ("fp32", EP4, SHARDED),
         ("bf16", SHARDED, EP4),
         ("bf16", SHARDED, ONE),
+        pytest.param("fp32", WHOLE, DIVIDED, marks=pytest.mark.rest),
+        ("fp32", DIVIDED, WHOLE),
+        pytest.param("bf16", WHOLE, ONE, marks=pytest.mark.rest),
+        pytest.param("bf16", BEYOND, WHOLE, marks=pytest.mark.rest),
     ],
 )
 def test_what_one_layout_saves_another_loads_bit_for_bit(

@@ -1,6 +1,7 @@
 """The grid against numpy: an array of ranks shaped like the axes, slowest first, has the groups as its
 lines."""
 
+from dataclasses import replace
 from itertools import permutations
 from math import prod
 
@@ -23,6 +24,18 @@ def grids(draw):
     tp, cp, dp, pp = (draw(sizes) for _ in range(4))
     ep = draw(st.sampled_from([d for d in range(1, cp * dp + 1) if cp * dp % d == 0]))
     return Grid(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=draw(st.sampled_from(ORDERS)))
+
+
+@st.composite
+def folded(draw):
+    """Grids whose experts are divided over any ranks of a stage."""
+    tp, cp, dp, pp = (draw(st.integers(1, 4)) for _ in range(4))
+    places = tp * cp * dp
+    etp = draw(st.sampled_from([d for d in range(1, places + 1) if places % d == 0]))
+    rest = places // etp
+    ep = draw(st.sampled_from([d for d in range(1, rest + 1) if rest % d == 0]))
+    order = draw(st.sampled_from(ORDERS))
+    return Grid(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, etp=etp)
 
 
 def lines(
@@ -87,6 +100,56 @@ def test_expert_groups_agree_with_megatron_where_it_accepts_the_order(
     assert set(grid.groups(axis)) == lines(cube, names, (axis,))
 
 
+@given(folded(), st.sets(st.sampled_from(["etp", "ep", "edp", "pp"]), min_size=1))
+def test_folded_experts_cut_the_ranks_of_a_stage_in_their_order(grid, axes):
+    """The ranks of a stage, in the order of tp, cp and dp, are an array of etp, ep and edp."""
+    if not grid.folds:
+        return
+    order = grid.order.split("-")
+    names = [axis for axis in reversed(order) if axis != "ep"]
+    cube = np.arange(grid.world_size).reshape([getattr(grid, axis) for axis in names])
+    stages = np.moveaxis(cube, names.index("pp"), 0).reshape(grid.pp, -1)
+    experts = [{"tp": "etp", "dp": "edp"}.get(a, a) for a in reversed(order)]
+    experts = ["pp", *(axis for axis in experts if axis not in ("cp", "pp"))]
+    cube = stages.reshape([getattr(grid, axis) for axis in experts])
+    assert set(grid.groups(*axes)) == lines(cube, experts, tuple(axes))
+
+
+@given(folded(), st.sampled_from(["etp", "ep", "edp", "pp"]))
+def test_folded_groups_are_those_of_megatrons_formula(grid, axis):
+    """In the orders of its flags Megatron lays the experts' axes out anew, and demands equal pipeline groups."""
+    for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"):
+        grid = replace(grid, order=order)
+        names = [
+            {"tp": "etp", "dp": "edp"}.get(a, a) for a in reversed(order.split("-"))
+        ]
+        names.remove("cp")
+        cube = np.arange(grid.world_size).reshape([getattr(grid, a) for a in names])
+        if set(grid.groups("pp")) == lines(cube, names, ("pp",)):
+            assert set(grid.groups(axis)) == lines(cube, names, (axis,))
+
+
+def test_experts_divided_as_dense_layers_are_have_their_groups():
+    for grid in (Grid(tp=2, dp=2, ep=2), Grid(tp=2, dp=2, ep=2, etp=2)):
+        assert grid == Grid(tp=2, dp=2, ep=2) and not grid.folds
+        assert grid.groups("etp") == grid.groups("tp") and grid.known(["etp"]) == (
+            "tp",
+        )
+        assert grid.groups("tp", "ep") == grid.groups("etp", "ep") == [(0, 1, 2, 3)]
+    other = Grid(tp=2, dp=2, ep=2, etp=1)
+    assert other.groups("ep") == [(0, 1), (2, 3)] and other.edp == 2
+    assert str(other).endswith("(experts: etp 1 x ep 2 x edp 2)")
+    with pytest.raises(ConfigError, match=r"tp, ep"):
+        other.groups("tp", "ep")
+    with pytest.raises(
+        ConfigError,
+        match=r"expert_tensor_parallel_size=3 does not divide .* = 4",
+    ):
+        Grid(tp=2, dp=2, etp=3)
+    with pytest.raises(ConfigError, match=r"4 / 1 = 4.*\(1, 2, 4\)"):
+        Grid(tp=2, dp=2, ep=3, etp=1)
+
+
 @given(grids())
 def test_experts_cut_the_ranks_of_context_and_data_again(grid):
     assert set(grid.groups("ep", "edp")) == set(grid.groups("cp", "dp"))
@@ -99,7 +162,7 @@ def test_experts_cut_the_ranks_of_context_and_data_again(grid):
         )
 
 
-@given(grids())
+@given(st.one_of(grids(), folded()))
 def test_coordinates_and_ranks_are_inverse_in_both_views(grid):
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
@@ -108,7 +171,7 @@ def test_coordinates_and_ranks_are_inverse_in_both_views(grid):
             == rank
         )
         assert (
-            grid.rank_of(**{axis: at[axis] for axis in ("tp", "ep", "edp", "pp")})
+            grid.rank_of(**{axis: at[axis] for axis in ("etp", "ep", "edp", "pp")})
             == rank
         )
 

@@ -8,7 +8,11 @@ from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.extensions.plan_time import search as searching
 from megatron_ds.extensions.plan_time.cluster import read_cluster
 from megatron_ds.extensions.plan_time.layer_record import RecordCache
-from megatron_ds.extensions.plan_time.layouts import is_accepted, with_layout
+from megatron_ds.extensions.plan_time.layouts import (
+    is_accepted,
+    layouts,
+    with_layout,
+)
 from megatron_ds.extensions.plan_time.recorded_work import WorkRecorder
 from megatron_ds.extensions.plan_time.search import Search
 from megatron_ds.extensions.plan_time.search_layouts import main
@@ -52,6 +56,24 @@ def test_the_first_is_the_fastest_of_the_plans_shown(search, tried):
         with_layout(search.config, found[0].layout, RANKS), 0, "cuda", WorkRecorder
     )
     assert step_time(plan, search.cluster).seconds == found[0].seconds
+
+
+def test_experts_are_tried_whole_and_divided_as_dense_layers_are():
+    flags = "--num-experts 8 --micro-batch-size 1 --dry-run --sequence-parallel"
+    config = parse(f"{MODEL} {flags}".split(), world_size=4)
+    found = list(layouts(config, 4, 4))
+    assert {(one.tp, one.etp) for one in found} == {
+        (1, 1),
+        (2, 1),
+        (2, 2),
+        (4, 1),
+        (4, 4),
+    }
+    whole = next(one for one in found if (one.tp, one.etp, one.ep) == (4, 1, 4))
+    assert "--expert-tensor-parallel-size 1" in whole.flags(4)
+    assert is_accepted(with_layout(config, whole, 4))
+    dense = parse(f"{MODEL} --micro-batch-size 1 --dry-run".split(), world_size=4)
+    assert all(one.etp == one.tp for one in layouts(dense, 4, 4))
 
 
 def test_a_second_search_records_no_layer(search, tried, monkeypatch):

@@ -115,6 +115,20 @@ def test_a_shrunk_recipe_counts_in_the_unit_of_its_spans(tmp_path):
     assert config.parallel.expert_model_parallel_size == 2
 
 
+def test_a_shrunk_recipe_keeps_whole_experts_on_tensor_parallel_ranks(tmp_path):
+    """As many ranks as hold one copy are enough where tensor-parallel ranks have different experts."""
+    folded = EXPERTS.replace(
+        "--expert-model-parallel-size 8",
+        "--expert-model-parallel-size 8 --tensor-model-parallel-size 8 --sequence-parallel "
+        "--expert-tensor-parallel-size 1",
+    )
+    assert "--expert-tensor" in folded
+    parallel = tiny_of(tmp_path, folded).config.parallel
+    assert parallel.tensor_model_parallel_size == 2 and parallel.sequence_parallel
+    assert parallel.expert_tensor_parallel_size == 1
+    assert parallel.expert_model_parallel_size == 2
+
+
 @pytest.mark.parametrize("recipe, ranks", [(LARGE, 4), (EXPERTS, 2)])
 def test_a_shrunk_recipe_trains_three_steps(tmp_path, recipe, ranks, starts_warm):
     tiny = tiny_of(tmp_path, recipe)

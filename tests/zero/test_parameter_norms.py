@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from megatron_ds.errors import ConfigError
+from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import (
     DATA_AXES,
     EXPERT_DATA_AXES,
@@ -179,6 +181,53 @@ def test_experts_count_once_however_many_ranks_hold_them(is_split):
     expected = torch.stack([experts.norm(), dense.norm()])
     for got in run_ranks(4, main):
         torch.testing.assert_close(got, torch.stack([expected, 3 * expected]))
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_whose_copies_lie_along_tensor_parallel_ranks_count_once(ep, zero):
+    """Two tensor-parallel and two data-parallel ranks: whole experts, of which each rank has all or half, in shards
+    or not, with a bias that no rank divides; a dense matrix in halves."""
+    grid = Grid(tp=2, dp=2, ep=ep, etp=1)
+    experts = value((4, 6), 7)
+    biases = value((4, 1), 9)
+    dense = value((6, 5), 8)
+    shared = value((5,), 3)
+
+    def main(rank, world):
+        mesh = Mesh(grid, rank, world.connect)
+        groups = DataGroups(
+            {DATA_AXES: mesh.reduction, EXPERT_DATA_AXES: mesh.group("edp")},
+            mesh.group("tp"),
+            mesh.group("tp", "pp"),
+            etp=mesh.group("etp"),
+        )
+        place, copy = mesh.coordinate("ep"), mesh.group("edp").rank
+        mine = [whole.chunk(ep)[place] for whole in (experts, biases)]
+        if zero:
+            mine = [part.flatten().chunk(4 // ep)[copy] for part in mine]
+        halves = dense.chunk(2)[mesh.coordinate("tp")]
+        parts = [
+            parameter("experts", mine[0]),
+            parameter("biases", mine[1]),
+            parameter("dense", halves),
+            parameter("shared", shared),
+        ]
+        experts_of = Split("ep", 0)
+        splits = [(experts_of, Split("etp", 1)), (experts_of,), (Split("tp", 0),), ()]
+        for p, of_one in zip(parts, splits):
+            p.spec = ParamSpec(
+                p.spec.name, (24, 24), Init("zeros"), of_one, partial_over=()
+            )
+        entries = [
+            NormEntry(p.spec, p.spec.reduced_over, zero and i < 2, False)
+            for i, p in enumerate(parts)
+        ]
+        return ParameterNorms(entries, groups, dense.device)([parts], parts)
+
+    expected = torch.stack([x.norm() for x in (experts, biases, dense, shared)])
+    for [got] in run_ranks(4, main):
+        torch.testing.assert_close(got, expected)
 
 
 def test_groups_use_different_optimizers_learning_rates_and_decay():

@@ -19,7 +19,7 @@ MOE_FLAGS = table(
         "--overlap-moe-expert-parallel-comm",
         "ZeRO always reduces experts apart from the other parameters": "--create-moe-param-group",
         "always logged": "--moe-per-layer-logging",
-        "tensor-parallel ranks always split every expert": "--enable-expert-tensor-parallelism",
+        "tensor-parallel ranks split every expert, unless --expert-tensor-parallel-size says otherwise": "--enable-expert-tensor-parallelism",
         "the second expert is always the second best": "--disable-moe-top2-2nd-expert-sampling",
         "rows need padding for fp8 only": "--moe-router-padding-for-fp8 "
         "--moe-router-padding-for-quantization",
@@ -39,7 +39,7 @@ MOE_FLAGS = table(
         "gate and up projection are two halves of the weight, not interleaved. Remove it.": "--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size",
         "the load is balanced by --moe-router-load-balancing-type or --moe-router-enable-expert-bias. Remove "
         "it.": "--moe-router-quantile-balancing-ema",
-        "every expert is split over the tensor-parallel ranks. Remove it.": "--expert-gtp-weight-remat-size --expert-tensor-parallel-num-weight-shards --moe-extended-tp",
+        "every expert is split over the ranks of --expert-tensor-parallel-size. Remove it.": "--expert-gtp-weight-remat-size --expert-tensor-parallel-num-weight-shards --moe-extended-tp",
         "write --num-experts N --moe-router-topk 1 --moe-router-pre-softmax.": "--num-experts-switch",
     },
     only={

@@ -147,8 +147,10 @@ class DataParallelWorld:
     @property
     def coordinates(self) -> dict[str, tuple[int, int]]:
         """axis → (position of this rank, size of the axis), for `ParamSpec.boxes`."""
+        of_layers = self.model.rank, self.model.size
         return {
-            "tp": (self.model.rank, self.model.size),
+            "tp": of_layers,
+            "etp": of_layers,
             "ep": (self.expert_part, self.expert_parts),
         }
 
@@ -234,6 +236,11 @@ def _mesh_of_all_ranks() -> Mesh:
 
 def _of_mesh(mesh: Mesh) -> DataParallelWorld:
     _check_stages(mesh.size("pp"))
+    if mesh.grid.folds:
+        raise ConfigError(
+            f"The mesh is {mesh.grid}, but the engine divides experts over the ranks of dense layers. Make a mesh "
+            "whose etp is its tp."
+        )
     expert = mesh.group("edp") if mesh.size("ep") > 1 else None
     return DataParallelWorld(
         mesh.reduction,

@@ -187,9 +187,19 @@ def _parallel_sizes(config: RunConfig) -> dict[str, int]:
         several = has_copies if kind == COPIES else config.get(kind) > 1
         if several and 2 * ranks <= RANKS:
             sizes[kind], ranks = 2, 2 * ranks
-    if config.get(EXPERT) > 1 and sizes[COPIES] * sizes[CONTEXT] > 1:
+    # Experts are divided over copies, and over the ranks of a dense layer that do not divide an expert.
+    places = (
+        sizes[COPIES] * sizes[CONTEXT] * sizes[TENSOR] // _expert_tensor(config, sizes)
+    )
+    if config.get(EXPERT) > 1 and places > 1:
         sizes[EXPERT] = 2
     return sizes
+
+
+def _expert_tensor(config: RunConfig, sizes: Mapping[str, int]) -> int:
+    """Return the ranks that divide an expert: as many as a dense layer, or fewer if the recipe has fewer."""
+    tp = sizes[TENSOR]
+    return min(config.parallel.expert_tensor_parallel_size or tp, tp)
 
 
 def _ranks(sizes: Mapping[str, int]) -> int:
@@ -222,7 +232,7 @@ def _model(config: RunConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
         "model.moe_shared_expert_intermediate_size": WIDTH // 2,
         "model.window_size": (LENGTH // 4 - 1, 0),
         "train.recompute_num_layers": 1,
-        "parallel.expert_tensor_parallel_size": sizes[TENSOR],
+        "parallel.expert_tensor_parallel_size": _expert_tensor(config, sizes),
     }
     # Only options that the recipe sets are shrunk.
     values = {

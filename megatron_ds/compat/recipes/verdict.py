@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -438,9 +439,11 @@ def _fewest(line: CommandLine, readings: Sequence[SourceReading]) -> int:
     copies = whole // (micro * steps) if micro and whole and steps else 1
     config, _ = assembled(line, readings, 1)
     parallel = config.parallel
-    return parallel.model_parallel_size * max(
-        copies, parallel.expert_model_parallel_size
-    )
+    # The ranks that divide a dense layer may have different experts.
+    tp = parallel.tensor_model_parallel_size
+    within = max(1, tp // (parallel.expert_tensor_parallel_size or tp))
+    ep = parallel.expert_model_parallel_size
+    return parallel.model_parallel_size * max(copies, ep // gcd(ep, within))
 
 
 def _problems(

@@ -15,7 +15,7 @@ CP_NAMES = {
 }
 
 # Groups of ranks that communicate, named by their axes; below, Megatron's names of some.
-COMM_GROUPS = ("tp", "cp", "pp", "dp", "dp-cp", "ep", "edp", "tp-cp", "tp-pp")
+COMM_GROUPS = ("tp", "cp", "pp", "dp", "dp-cp", "etp", "ep", "edp", "tp-cp", "tp-pp")
 GROUP_NAMES = {"dp_cp": "dp-cp", "tp_cp": "tp-cp", "mp": "tp-pp", "ep_dp": "edp"}
 
 OFFLOADED_TO_DISK = need("zero.offload_optimizer", "nvme") | need(
@@ -72,15 +72,18 @@ class ParallelConfig:
         at_least=1,
         flags=["--moe-expert-parallel-size"],
         needs=need("model.num_experts"),
-        help="Number of ranks that divide the experts of a layer; a divisor of the data-parallel size.",
+        help="Number of ranks that divide the experts of a layer; a divisor of the data-parallel size, times "
+        "tensor-parallel / expert-tensor-parallel size.",
         avoid="It is not the number of experts: that is --num-experts.",
     )
     expert_tensor_parallel_size: int | None = option(
         None,
         at_least=1,
-        help="Number of ranks that split every expert. Only the tensor-parallel size, the default, is "
-        "accepted.",
-        avoid="Not needed.",
+        help="Number of ranks that split every expert, a divisor or a multiple of the tensor-parallel size. "
+        "With 1 each expert is whole on its rank, and tensor-parallel ranks have different experts. Default: "
+        "the tensor-parallel size.",
+        avoid="Needs --sequence-parallel if tensor-parallel ranks are several. A rank holds more of each "
+        "expert, so raise --expert-model-parallel-size with it.",
     )
     sequence_parallel: bool = option(
         False,

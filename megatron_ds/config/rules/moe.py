@@ -10,7 +10,7 @@ from ..options.moe import CHOICES
 from ..run import RunConfig
 
 EP = "--expert-model-parallel-size"
-TP = "--tensor-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
 TOPK = "--moe-router-topk"
 BIAS = "model.moe_router_enable_expert_bias"
 NUM_EXPERTS = "model.num_experts"
@@ -54,12 +54,14 @@ def layers(config: RunConfig) -> Iterator[str]:
 
 
 def distribution(config: RunConfig) -> Iterator[str]:
-    """The expert-parallel size divides the experts of each layer and the data-parallel ranks."""
+    """The expert-parallel size divides the experts of each layer and the ranks among which they are divided."""
     # Experts of each layer, and the ranks that share them.
     ep = config.parallel.expert_model_parallel_size
     numbers = _numbers(config)
     parallel = config.parallel
-    ranks = config.data_parallel_size * parallel.context_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    etp = _expert_tensor(config)
+    ranks = config.data_parallel_size * parallel.context_parallel_size * tp // etp
     # `world` reports the last.
     if ep == 1 or not numbers or config.world_size % parallel.model_parallel_size:
         return
@@ -77,50 +79,88 @@ def distribution(config: RunConfig) -> Iterator[str]:
             f"part of the {either(uneven)} experts of a layer. Use {EP} {legal}."
         )
     elif ranks % ep:
-        more = ep * parallel.model_parallel_size
+        more = ep * parallel.model_parallel_size * max(1, etp // tp)
+        what = "data-parallel rank"
+        if etp != tp:
+            what = (
+                f"group of [expert_tensor_parallel_size] rank{'s' if etp > 1 else ''}"
+            )
         yield (
-            f"[expert_model_parallel_size] does not divide {ranks} data-parallel rank{'s' if ranks > 1 else ''}, "
+            f"[expert_model_parallel_size] does not divide {ranks} {what}{'s' if ranks > 1 else ''}, "
             f"among which the experts of a layer are divided.{mistaken} Use {EP} {legal}, or start a "
             f"multiple of {more} ranks."
         )
 
 
-def widths(config: RunConfig) -> Iterator[str]:
-    """Tensor-parallel ranks hold equal parts of every expert and of the shared experts, and move equal parts
-    of padded rows.
-    """
-    # Experts are split like the dense layers.
-    model = config.model
+def folding(config: RunConfig) -> Iterator[str]:
+    """Experts may be divided over other ranks than dense layers where all of these have different tokens."""
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size
-    if etp not in (None, tp):
+    etp = _expert_tensor(config)
+    if config.model.num_experts is None or etp == tp:
+        return
+    # Sizes of groups that lie within each other.
+    if max(tp, etp) % min(tp, etp):
         yield (
-            "[expert_tensor_parallel_size] differs from [tensor_model_parallel_size], but every expert is "
-            f"split over the tensor-parallel ranks. Remove it, or use {TP} {etp}."
+            "[expert_tensor_parallel_size] is neither a divisor nor a multiple of [tensor_model_parallel_size]: "
+            f"of the groups of ranks of both, one must contain the other. Use {ETP} {either(divisors(tp))}, or a "
+            f"multiple of {tp}."
         )
+    elif config.data_parallel_size * parallel.context_parallel_size * tp % etp:
+        yield (
+            "[expert_tensor_parallel_size] does not divide the ranks of a pipeline stage, among which experts are "
+            f"divided. Start a multiple of {parallel.model_parallel_size * etp // tp} ranks, or use {ETP} {tp}."
+        )
+    # A token is on one rank.
+    if tp > 1 and not parallel.sequence_parallel:
+        yield (
+            "[expert_tensor_parallel_size] differs from [tensor_model_parallel_size], so tensor-parallel ranks send "
+            "tokens to experts as other ranks do, but without sequence parallelism all of them have the same "
+            f"tokens. Add --sequence-parallel, or remove {ETP}."
+        )
+    if etp > tp and config.model.moe_pad_expert_input_to_capacity:
+        yield (
+            "[expert_tensor_parallel_size] is above [tensor_model_parallel_size], so ranks with different samples "
+            "divide an expert, but [moe_pad_expert_input_to_capacity] has places for those of one rank. Use "
+            f"{ETP} {either(divisors(tp))}, or remove --moe-pad-expert-input-to-capacity."
+        )
+
+
+def _expert_tensor(config: RunConfig) -> int:
+    """Return the number of ranks that divide an expert."""
+    parallel = config.parallel
+    return parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+
+
+def widths(config: RunConfig) -> Iterator[str]:
+    """Ranks hold equal parts of every expert and of the shared experts, and move equal parts of padded rows."""
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    etp = _expert_tensor(config)
     if model.num_experts is None:
         return
     # Feed-forward widths.
-    for path, what in (
-        ("moe_ffn_hidden_size", "an expert"),
-        ("moe_shared_expert_intermediate_size", "the shared experts"),
+    of_dense = "tensor_model_parallel_size", tp
+    of_experts = of_dense if etp == tp else ("expert_tensor_parallel_size", etp)
+    for path, what, (option, size) in (
+        ("moe_ffn_hidden_size", "an expert", of_experts),
+        ("moe_shared_expert_intermediate_size", "the shared experts", of_dense),
     ):
         width = getattr(model, path)
-        if width and width % tp:
+        if width and width % size:
             fits = either(divisors(gcd(width, model.num_attention_heads or width)))
             yield (
-                f"[{path}] is not a multiple of [tensor_model_parallel_size]: each rank holds an equal "
-                f"part of {what}. Use {TP} {fits}."
+                f"[{path}] is not a multiple of [{option}]: each rank holds an equal "
+                f"part of {what}. Use --{option.replace('_', '-')} {fits}."
             )
     # Columns of padded rows.
     h = model.hidden_size
-    if model.moe_pad_expert_input_to_capacity and h and h % tp:
+    if model.moe_pad_expert_input_to_capacity and h and h % etp:
         fits = either(divisors(gcd(h, model.num_attention_heads or h)))
         yield (
-            "[hidden_size] is not a multiple of [tensor_model_parallel_size], but with "
+            f"[hidden_size] is not a multiple of [{of_experts[0]}], but with "
             "[moe_pad_expert_input_to_capacity] each rank moves an equal part of the columns of every "
-            f"token. Use {TP} {fits}, or remove --moe-pad-expert-input-to-capacity."
+            f"token. Use --{of_experts[0].replace('_', '-')} {fits}, or remove --moe-pad-expert-input-to-capacity."
         )
 
 
@@ -330,6 +370,7 @@ MOE_RULES = (
     sizes,
     layers,
     distribution,
+    folding,
     widths,
     dense_part,
     choice,

@@ -9,6 +9,7 @@ from math import ceil
 from ...config import RunConfig
 from ...models import Layer
 from ...moe.capacity import Capacity
+from ...mpu.grid import Grid
 from ...mpu.param_spec import ParamSpec
 from ...planning.rank_plan import RankPlan
 from .world_plan import WorldPlan
@@ -45,14 +46,17 @@ def expert_rows(config: RunConfig) -> list[Rows]:
 
     The most is None if the data do not change the number. Without a capacity all tokens of all expert-parallel
     ranks may choose experts of one rank, each token as many as there are or as it chooses. With a capacity these
-    ranks hold some sequences; if they are fewer than the context-parallel ranks, parts of them.
+    ranks hold some sequences; if they are fewer than the ranks that divide a sequence, parts of them.
     """
     model = config.model
-    ep = config.parallel.expert_model_parallel_size
-    cp = config.grid().cp
-    # Capacities count the tokens of all context-parallel ranks, dispatch those of one.
+    grid = config.grid()
+    ep = grid.ep
+    # Capacities count all tokens of a sequence, dispatch those of the ranks that divide an expert.
     whole = config.train.micro_batch_size * model.seq_length
-    tokens = whole // cp  # of an expert-parallel rank
+    ranks = grid.size("tp", "cp")
+    tokens = whole * grid.etp // ranks
+    # Such groups of ranks that divide a sequence.
+    parts = max(1, ranks // grid.etp)
     topk = model.moe_router_topk
     found: list[Rows] = []
     for experts in numbers_of_experts(config):
@@ -64,9 +68,10 @@ def expert_rows(config: RunConfig) -> list[Rows]:
             # An expert has a number of rows for each set of tokens.
             sets = capacity.sets(config.train.micro_batch_size)
             rows = capacity.rows(whole // sets)
-            seen = min(ep, cp) * tokens // sets
-            planned = capacity.planned(sets, whole // sets) // cp
-            most = local * ceil(ep / cp) * sets * min(rows, seen)
+            seen = min(ep, parts) * tokens // sets
+            planned = capacity.planned(sets, whole // sets) * tokens // whole
+            sequences = ceil(ep / parts)
+            most = local * sequences * sets * min(rows, seen)
         # With padding all rows are there, used or not.
         if capacity.factor is not None and capacity.padded:
             most = experts * sets * min(rows, tokens // sets)
@@ -93,6 +98,14 @@ def flops_of_rank(plan: WorldPlan, layers: Sequence[Layer]) -> float:
     return samples * per_sample / plan.grid.size("tp", "cp")
 
 
+def _divided(grid: Grid) -> str:
+    """Return the sizes of the axes of experts."""
+    text = f"expert-parallel {grid.ep} × expert-data {grid.edp}"
+    if grid.folds:
+        text = f"expert-tensor {grid.etp} × {text}"
+    return text
+
+
 def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
     """Yield lines; none for a model without experts. mine: the plan of the planned rank"""
     config = plan.config
@@ -108,7 +121,7 @@ def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
     yield (
         f"experts: {each} in {layers} of {model.num_layers} "
         f"blocks, {model.moe_router_topk} of them for a token, "
-        f"{held} on a rank (expert-parallel {grid.ep} × expert-data {grid.edp})"
+        f"{held} on a rank ({_divided(grid)})"
     )
     active = active_parameters(plan.specs, model.moe_router_topk)
     share = active / plan.parameters

@@ -60,6 +60,8 @@ def grid_text(
             names[axis] = f"{noun} ({axis})"
     names["dp-cp"] = "data (dp-cp)"
     names["tp-pp"] = "model (tp-pp)"
+    if experts and grid.folds:
+        names["etp"] = "expert tensor (etp)"
     if experts:
         names["ep"] = "expert (ep)"
         names["edp"] = "expert data (edp)"

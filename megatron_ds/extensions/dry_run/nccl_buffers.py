@@ -35,7 +35,7 @@ CHANNELS = 16  # of collectives, unless something limits them
 CHANNELS_OF_A_PEER = 2  # of messages and all-to-alls
 ALL_TO_ALL = {"all_to_all", "all_to_all_v"}
 MESSAGES = {"send"}
-GROUP_AXES = {*AXES, "edp"}
+GROUP_AXES = {*AXES, "etp", "edp"}
 
 
 @dataclass
@@ -106,7 +106,7 @@ def _ranks(axes: str, grid: Grid, rank: int) -> tuple[int, ...] | str:
 
 def _is_apart(operation: str, axes: str, config: RunConfig) -> bool:
     """Return whether it is a gather of weights, for which ZeRO 3 has communicators of its own."""
-    is_of_data = not {"tp", "pp"} & set(axes.split("-"))
+    is_of_data = not {"tp", "etp", "pp"} & set(axes.split("-"))
     return config.zero.stage == 3 and operation == "all_gather" and is_of_data
 
 

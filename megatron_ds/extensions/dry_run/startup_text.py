@@ -166,6 +166,7 @@ def grid_text(grid: Grid, launch_source: str, device: str) -> str:
     grid: 8 ranks = tp 2 × pp 2 × dp 2, order tp-dp-pp, launched by torchrun, device cuda
     """
     used = {axis: getattr(grid, axis) for axis in ("tp", "cp", "ep", "pp", "dp")}
+    folded = f" (experts: etp {grid.etp})" if grid.folds else ""
     for axis in ("cp", "ep"):
         if used[axis] == 1:
             del used[axis]
@@ -173,7 +174,7 @@ def grid_text(grid: Grid, launch_source: str, device: str) -> str:
     order = "-".join(axis for axis in grid.order.split("-") if axis in used)
     noun = "ranks" if grid.world_size > 1 else "rank"
     return (
-        f"grid: {grid.world_size} {noun} = {sizes}, order {order}, "
+        f"grid: {grid.world_size} {noun} = {sizes}{folded}, order {order}, "
         f"launched by {launch_source}, device {device}"
     )
 

@@ -166,7 +166,7 @@ def _expert_dropout(
     weight = linear.weight.spec
     local = len(linear.weight)
     first = ctx.group("ep").rank * local
-    cut = weight.split_over("tp")
+    cut = weight.tensor_split
     assert cut is not None, "weights of experts are divided over tensor-parallel ranks"
     return ExpertDropout(
         settings.lora_dropout,

@@ -122,7 +122,7 @@ class AdaptedExperts(nn.Module):
         # The adapter is divided as the base is: by its rows, or by its columns.
         weight = base.weight.spec
         experts, rows, columns = weight.shape
-        cut = weight.split_over("tp")
+        cut = weight.tensor_split
         assert cut is not None, (
             "weights of experts are divided over tensor-parallel ranks"
         )

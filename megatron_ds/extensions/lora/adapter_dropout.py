@@ -103,7 +103,7 @@ class ExpertDropout:
 
     site       name of the adapters, part of the key of their masks
     experts    of the layer; local: global numbers of those of this rank
-    is_cut     whether tensor-parallel ranks divide the channels
+    is_cut     whether the ranks that divide an expert divide the channels
     """
 
     p: float
@@ -124,6 +124,6 @@ class ExpertDropout:
         rows, held = x.shape
         of_rows = own.repeat_interleave(runs.on_device, output_size=rows)
         # Ranks that divide the channels draw their own.
-        first = self.ctx.tp.rank * held if self.is_cut else 0
+        first = self.ctx.etp.rank * held if self.is_cut else 0
         mask = keep_rows(self.p, runs.token_keys ^ of_rows, range(first, first + held))
         return apply_mask(x, mask, self.p)

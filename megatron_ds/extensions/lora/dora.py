@@ -100,12 +100,12 @@ class DoraExperts(AdaptedExperts):
         self.own_bias = base.bias
         base.bias = None
         # The rows are divided as a bias is: outputs of a cut input are partial sums, and so is the gradient.
-        cut = base.weight.spec.split_over("tp")
+        cut = base.weight.spec.tensor_split
         assert cut is not None, (
             "weights of experts are divided over tensor-parallel ranks"
         )
         cuts_rows = cut.dim == 1
-        self.columns = solo("tp") if cuts_rows else form.ctx.tp
+        self.columns = solo("etp") if cuts_rows else form.ctx.etp
         experts = Split("ep", 0)
         self.change = new_shard(
             ParamSpec(
@@ -114,7 +114,7 @@ class DoraExperts(AdaptedExperts):
                 Init("zeros"),
                 (experts, cut) if cuts_rows else (experts,),
                 decay=False,
-                partial_over=() if cuts_rows else ("tp",),
+                partial_over=() if cuts_rows else ("etp",),
             ),
             form.ctx,
         )

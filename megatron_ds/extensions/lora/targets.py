@@ -52,7 +52,7 @@ class PackedRows:
         packed = weight.matrices
         if packed is not None and packed.parts:
             return cls(packed.groups, packed.parts)
-        split = weight.split_over("tp")
+        split = weight.tensor_split
         pieces = 1
         if split is not None and split.dim == len(weight.shape) - 2:
             pieces = split.parts

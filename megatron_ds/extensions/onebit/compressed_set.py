@@ -171,7 +171,7 @@ def make_set(
     counted = [
         p
         for p in layout.whole_slots()
-        if is_counted(spec_of(s.parameters[p.slot]), groups.tp.rank)
+        if is_counted(spec_of(s.parameters[p.slot]), groups)
     ]
     buffers = {MOMENTUM: huge_page_zeros(layout.numel, device=device)}
     if phases.sums_locally:

@@ -311,9 +311,8 @@ def matrices_of(
     specs = [spec_of(p) for s in sets for p in s.parameters]
     matrices = [spec for spec in specs if not is_vector(spec)]
     # Those that tensor parallelism can split, if there are any.
-    wanted = {spec.name for spec in matrices if spec.is_split_over("tp")} or {
-        spec.name for spec in matrices
-    }
+    divided = {spec.name for spec in matrices if spec.tensor_split is not None}
+    wanted = divided or {spec.name for spec in matrices}
     found = {}
     for s in sets:
         layout = s.plan.layout
@@ -323,7 +322,7 @@ def matrices_of(
             piece.slot: piece
             for piece in layout.whole_slots()
             if spec_of(s.parameters[piece.slot]).name in wanted
-            and is_counted(spec_of(s.parameters[piece.slot]), groups.tp.rank)
+            and is_counted(spec_of(s.parameters[piece.slot]), groups)
         }
         for bucket in layout.buckets:
             pieces = [

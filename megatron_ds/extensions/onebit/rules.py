@@ -33,6 +33,16 @@ def one_bit(config: RunConfig) -> Iterator[str]:
             "[expert_model_parallel_size] with [optimizer]: one scale is sent for each parameter, and "
             "here the experts of one are on several ranks. Use --expert-model-parallel-size 1."
         )
+    parallel = config.parallel
+    tp = parallel.tensor_model_parallel_size
+    if config.model.num_experts and parallel.expert_tensor_parallel_size not in (
+        None,
+        tp,
+    ):
+        yield (
+            "[expert_tensor_parallel_size] differs from [tensor_model_parallel_size], and with [optimizer] the "
+            "same ranks have to compress all parameters of a layer. Remove --expert-tensor-parallel-size."
+        )
     # The steps in which ranks exchange.
     if o.optimizer == ZERO_ONE:
         yield from given(

@@ -42,6 +42,7 @@ class _Totals:
 
     seconds: float = 0.0
     parameters: int = 0
+    of_experts: int = 0
     kept: int = 0
     at_work: int = 0
 
@@ -49,6 +50,7 @@ class _Totals:
         return _Totals(
             self.seconds + seconds,
             self.parameters + record.parameters,
+            self.of_experts + record.of_experts,
             self.kept + record.kept,
             max(self.at_work, record.at_work),
         )
@@ -91,7 +93,7 @@ def estimate(
     pipeline += 2 * (len(ranks) - 1) * message
     largest = max(rank.parameters for rank in ranks)
     behind = _reduction_seconds(config, largest, links, ranks[0].seconds)
-    update = _update_seconds(config, largest, cluster)
+    update = max(_update_seconds(config, rank, cluster) for rank in ranks)
     peak = max(
         _peak(config, rank, at, len(ranks), microbatches, plan.shape.chunks)
         for at, rank in enumerate(ranks)
@@ -155,7 +157,7 @@ def _reduction_seconds(
     return reduced + gathered
 
 
-def _state(config: RunConfig, parameters: int) -> tuple[float, float, float]:
+def _state(config: RunConfig, rank: _Totals) -> tuple[float, float, float]:
     """Bytes of (weights, gradients, masters and moments) of a rank."""
     optimizer = config.optimizer
     weight = DTYPES[optimizer.params_dtype].itemsize
@@ -163,18 +165,21 @@ def _state(config: RunConfig, parameters: int) -> tuple[float, float, float]:
     kept = FP32 * MOMENTS
     if weight < FP32:
         kept += FP32  # a master of each weight
-    # Stage 1 divides the last of these, 2 the gradients as well, 3 all.
-    size = config.grid().size("dp", "cp")
-    divided = [size if config.zero.stage >= stage else 1 for stage in (3, 2, 1)]
+    # Stage 1 divides the last of these, 2 the gradients as well, 3 all: over the ranks that hold the same ones.
+    grid = config.grid()
+    held = rank.parameters
+    shard = (held - rank.of_experts) / grid.size("dp", "cp")
+    shard += rank.of_experts / grid.size("edp")
+    elements = [shard if config.zero.stage >= stage else held for stage in (3, 2, 1)]
     return (
-        parameters * weight / divided[0],
-        parameters * gradient / divided[1],
-        parameters * kept / divided[2],
+        elements[0] * weight,
+        elements[1] * gradient,
+        elements[2] * kept,
     )
 
 
-def _update_seconds(config: RunConfig, parameters: int, cluster: Cluster) -> float:
-    weights, gradients, kept = _state(config, parameters)
+def _update_seconds(config: RunConfig, rank: _Totals, cluster: Cluster) -> float:
+    weights, gradients, kept = _state(config, rank)
     moved = 2 * (kept + gradients) + weights
     device = cluster.device
     bandwidth = device.bandwidth * device.constants.memory
@@ -195,5 +200,5 @@ def _peak(
     if chunks > 1:
         warm_up = 2 * (ranks - at - 1) + (chunks - 1) * ranks
         alive = min(microbatches * chunks, warm_up + 1)
-    state = sum(_state(config, rank.parameters))
+    state = sum(_state(config, rank))
     return state + alive * each + rank.at_work

@@ -25,6 +25,7 @@ SEQUENCE = "parallel.sequence_parallel"
 PIPELINE = "parallel.pipeline_model_parallel_size"
 CONTEXT = "parallel.context_parallel_size"
 EXPERT = "parallel.expert_model_parallel_size"
+EXPERT_TENSOR = "parallel.expert_tensor_parallel_size"
 LAYERS = "parallel.num_layers_per_virtual_pipeline_stage"
 BATCH = "train.micro_batch_size"
 RECOMPUTE = "train.recompute_granularity"
@@ -43,11 +44,12 @@ class RunLayout:
     micro_batch: int
     recompute: str
     zero: int
+    etp: int
 
     @property
     def record(self) -> tuple:
         """What the work of a layer depends on: neither its stage, nor the schedule, nor ZeRO."""
-        return self.tp, self.cp, self.ep, self.micro_batch, self.recompute
+        return self.tp, self.cp, self.ep, self.etp, self.micro_batch, self.recompute
 
     def values(self, num_layers: int) -> dict[str, Any]:
         """Return path of an option → its value. num_layers: of the model"""
@@ -57,6 +59,7 @@ class RunLayout:
             PIPELINE: self.pp,
             CONTEXT: self.cp,
             EXPERT: self.ep,
+            EXPERT_TENSOR: None if self.etp == self.tp else self.etp,
             BATCH: self.micro_batch,
             RECOMPUTE: self.recompute or None,
             ZERO: self.zero,
@@ -101,8 +104,8 @@ def _of_grid(
 ) -> Iterator[RunLayout]:
     """Yield the layouts on a grid."""
     batch = config.train.global_batch_size or data
-    for ep, micro_batch, chunks, recompute, zero in product(
-        _divisors(experts, data * cp) if experts else (1,),
+    for (etp, ep), micro_batch, chunks, recompute, zero in product(
+        _of_experts(tp, data * cp, experts),
         MICRO_BATCHES,
         CHUNKS if pp > 1 else (1,),
         RECOMPUTATION,
@@ -116,7 +119,20 @@ def _of_grid(
         # Stages 2 and 3 send gradients and weights for each micro-batch of a pipeline.
         if zero > 1 and pp > 1:
             continue
-        yield RunLayout(tp, pp, chunks, cp, ep, micro_batch, recompute or "", zero)
+        yield RunLayout(tp, pp, chunks, cp, ep, micro_batch, recompute or "", zero, etp)
+
+
+def _of_experts(tp: int, data: int, experts: int) -> list[tuple[int, int]]:
+    """(ranks that divide an expert, ranks that divide the experts): experts as dense layers are, or each whole.
+
+    data: ranks that divide the batch and sequences
+    """
+    if not experts:
+        return [(tp, 1)]
+    found = []
+    for etp in sorted({1, tp}):
+        found += [(etp, ep) for ep in _divisors(experts, data * tp // etp)]
+    return found
 
 
 def _divisors(most: int, of: int) -> list[int]:

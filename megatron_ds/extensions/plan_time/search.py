@@ -97,7 +97,7 @@ class Search:
 
     def _records(self, layout: RunLayout) -> dict[str, LayerRecord] | None:
         """Return the records of a layout, from the cache if it has them; None if its layers are refused."""
-        data = layout.ep // gcd(layout.ep, layout.cp)
+        data = layout.ep // gcd(layout.ep, layout.cp * layout.tp // layout.etp)
         alone = replace(layout, pp=1, chunks=1, zero=0)
         batch = {"train.global_batch_size": data * layout.micro_batch}
         config = with_layout(

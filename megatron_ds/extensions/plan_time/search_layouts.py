@@ -127,7 +127,7 @@ def _lines(
     yield f"  {found[0].layout.flags(config.model.num_layers)}"
 
 
-COLUMNS = ("tp", "pp", "chunks", "cp", "ep", "batch", "recompute", "zero")
+COLUMNS = ("tp", "pp", "chunks", "cp", "ep", "etp", "batch", "recompute", "zero")
 
 
 def _cells(layout: RunLayout) -> list[str]:
@@ -137,6 +137,7 @@ def _cells(layout: RunLayout) -> list[str]:
         str(layout.chunks),
         str(layout.cp),
         str(layout.ep),
+        str(layout.etp),
         str(layout.micro_batch),
         layout.recompute or "none",
         str(layout.zero),

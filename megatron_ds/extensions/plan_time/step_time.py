@@ -134,6 +134,7 @@ TRAFFIC = {
     "tp": "tensor-parallel traffic",
     "cp": "context-parallel traffic",
     "ep": "expert traffic",
+    "etp": "expert-tensor traffic",
 }
 
 

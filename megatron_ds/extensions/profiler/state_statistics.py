@@ -1,7 +1,7 @@
 """Numbers about weights and optimizer state over all ranks, for the log: each logical element counts once."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def params_norm(optimizer: ZeroOptimizer, mesh: Mesh) -> float:
     The host waits for the device.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for piece in _own(optimizer.pieces(), mesh):
+    for piece in _own(optimizer):
         if piece.kind == "weight":
             total += _squares(piece.tensor).to(mesh.device)
     all_reduce_(total, mesh.group("world"))
@@ -53,7 +53,7 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
     # Squares and absolute values of this rank's part, and their maxima, in the order of the tags.
     sums = torch.zeros(2, len(TAG_ORDER), dtype=torch.float64, device=mesh.device)
     largest = torch.zeros(len(TAG_ORDER), dtype=torch.float64, device=mesh.device)
-    for piece in _own(optimizer.pieces(), mesh):
+    for piece in _own(optimizer):
         name = KINDS.get(piece.kind)
         if name is None or not piece.tensor.numel():
             continue
@@ -83,11 +83,10 @@ def optimizer_states(optimizer: ZeroOptimizer, mesh: Mesh) -> dict[str, float]:
     return tags
 
 
-def _own(pieces: Iterable[StatePiece], mesh: Mesh) -> Iterator[StatePiece]:
+def _own(optimizer: ZeroOptimizer) -> Iterator[StatePiece]:
     """Yield the pieces that no other rank counts."""
-    tp_rank = mesh.coordinate("tp")
-    for piece in pieces:
-        if piece.replica == 0 and is_counted(piece.spec, tp_rank):
+    for piece in optimizer.pieces():
+        if piece.replica == 0 and is_counted(piece.spec, optimizer.groups):
             yield piece
 
 

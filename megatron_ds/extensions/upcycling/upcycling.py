@@ -202,7 +202,7 @@ def _experts(
     parts: int, factor: float, spec: ParamSpec, read: Callable[[], torch.Tensor]
 ) -> list[MadePiece]:
     """One piece for each expert. The width is the dimension that tensor parallelism splits."""
-    split = spec.split_over("tp")
+    split = spec.tensor_split
 
     def make(expert: int) -> torch.Tensor:
         values = read()

@@ -53,6 +53,16 @@ DENSE = {
 PARTS = {"shared": "shared_experts.gate_weight", "residual": "coefficient"}
 
 
+def divided_by(case: Case) -> int:
+    """The ranks that divide an expert."""
+    return case["tp"] if case["etp"] == "none" else case["etp"]
+
+
+def expert_places(case: Case) -> int:
+    """The ranks of a stage among which experts are divided, each with a part of one or with whole ones."""
+    return case["tp"] * case["cp"] * case["dp"] // divided_by(case)
+
+
 def numbers_of_experts(case: Case) -> list[int]:
     """The experts of each layer that has some."""
     if case["style"] == "llama" and case["dtype"] == "fp32":
@@ -88,7 +98,7 @@ def rows(shown: Shown) -> None:
         return
     numbers = numbers_of_experts(case)
     gated = 2 if case["style"] == "llama" else 1
-    assert experts.widths == {WIDTH * gated // case["tp"]}
+    assert experts.widths == {WIDTH * gated // divided_by(case)}
     again = 2 if case["recompute"] == "full" else 1
     ranks = case["tp"] * case["cp"] * case["dp"]
     once = micro_batches(case) * ranks
@@ -117,6 +127,19 @@ def divided(shown: Shown) -> None:
         for operation in ("all_to_all_v", "all_to_all")
     )
     assert (sent > 0) == (ep > 1)
+
+
+def folded(shown: Shown) -> None:
+    """Ranks that hold whole experts gather no rows, and some of their peers are tensor-parallel ones."""
+    if shown.case["etp"] == "none":
+        return
+    assert not shown.operations("etp")
+    if shown.case["ep"] == 1:
+        return
+    for seen in shown.run.seen:
+        assert {"all_to_all_v", "all_to_all"} & {
+            operation for operation, axes, _ in seen.traffic.calls if axes == "ep"
+        }
 
 
 def balanced(shown: Shown) -> None:
@@ -174,8 +197,18 @@ AXES = (
         4,
         needs=(
             lambda ep, experts: ep == 1 or experts != "none",
-            lambda ep, dp, cp: dp * cp % ep == 0,
+            lambda ep, dp, cp, tp, etp: expert_places(locals()) % ep == 0,
         ),
         shows=divided,
+    ),
+    layout_axis(
+        "etp",
+        "none",
+        1,
+        needs=(
+            lambda etp, experts: etp == "none" or experts != "none",
+            lambda etp, sp: etp == "none" or sp,
+        ),
+        shows=folded,
     ),
 )
