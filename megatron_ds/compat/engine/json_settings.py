@@ -54,6 +54,7 @@ from .log_level import KEY as LOG_LEVEL
 from .log_level import log_level_of
 from .number_formats import formats_of
 from .pipeline_module import interval_of
+from .tensor_parallel_keys import without_division
 
 # A constant rate has no span, but `make_learning_rate` needs one.
 DEFAULTS = {
@@ -243,7 +244,7 @@ def unused_rule(name: str, block: Mapping[str, Any]) -> Rule:
 
 def _without_engine_keys(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """Return the block without the keys that the engine reads itself. Raises ConfigError for a wrong value."""
-    _, block = formats_of(name, block)
+    _, block = formats_of(name, without_division(block))
     rest = {
         key: value
         for key, value in block.items()
