@@ -162,9 +162,9 @@ def test_each_setting_is_followed_or_refused_or_listed(name, tmp_path):
         is_told = any(key in note for note in ours.notes)
         if result != "same":
             wrong.append((key, value, result))
-        elif is_training and ours.model.get(
+        elif is_training and ours.model.get(OF_TRAINING[key]) == before.model.get(
             OF_TRAINING[key]
-        ) == before.model.get(OF_TRAINING[key]):
+        ):
             wrong.append((key, value, "is not followed"))
         elif (
             key in LISTED

@@ -54,6 +54,11 @@ def require_same_results(model: nn.Module, whole: torch.Tensor | None) -> None:
     with shapes_reported(kind):
         found = results_of(model)
     assert found is not None, "the whole model had results"
+    if found.shape != whole.shape:
+        raise ConfigError(
+            f"{kind} has results of shape {list(found.shape)} after its layers were divided over tensor-parallel "
+            f"ranks, and {list(whole.shape)} before. {ADVICE}"
+        )
     most = whole.abs().max()
     difference = (found - whole).abs().max() / most.clamp(min=1e-30)
     bound = BOUNDS[next(model.parameters()).dtype]

@@ -157,9 +157,14 @@ def divide(
     on_all_ranks(world.world, lambda: _check(model, wish, world))
     if wish.size == 1:
         return
+    if vars(model).get(DIVIDED, 1) == 1:
+        _divide_once(model, wish, world)
     watch_first_batch(model, world.model)
-    if vars(model).get(DIVIDED) == wish.size:
-        return
+
+
+def _divide_once(
+    model: nn.Module, wish: TensorParallelWish, world: DataParallelWorld
+) -> None:
     different = take_weights_of_first(model, world.model, world.device)
     modes = {module: module.training for module in model.modules()}
     model.eval()
