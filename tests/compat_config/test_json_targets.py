@@ -186,7 +186,7 @@ def test_an_engine_raises_the_problems_of_the_reading():
     with pytest.raises(ConfigError) as caught:
         engine_of(block)
     problems = reading_for(block, "engine").problems
-    assert len(problems) == 2 and all(
+    assert len(problems) == 3 and all(
         problem in str(caught.value) for problem in problems
     )
     assert len(reading_for(block, "train").problems) == 1

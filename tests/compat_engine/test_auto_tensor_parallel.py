@@ -2,12 +2,15 @@
 with plain torch in one process: losses, norms, weights, checkpoints; and what is refused.
 """
 
+import os
+import subprocess
+
 import pytest
 import torch
-from megatron_ds.utils import safe_get_local_optimizer_state
 from torch import nn
 
 import megatron_ds
+from megatron_ds.compat.deepspeed.utils import safe_get_local_optimizer_state
 from megatron_ds.compat.division import gradient_proof, split_layers
 from megatron_ds.errors import ArgumentError, CallError, ConfigError
 from megatron_ds.mpu.grid import Grid
@@ -24,8 +27,11 @@ from tests.harness.divided_models import (
     plain,
     train,
 )
+from tests.harness.documents import blocks_of
+from tests.harness.limits import HUNG
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
+from tests.harness.warm import warm_environment
 
 pytest.importorskip(
     "transformers", reason="trains models of transformers, not installed"
@@ -372,7 +378,7 @@ def test_models_and_sizes_that_do_not_fit_are_refused(monkeypatch):
 # ------------------------------------------------------------------------------------ processes
 def train_rank(rank, world, folder):
     model = megatron_ds.tp_model_init(make(GPT2), tp_size=2, dtype=torch.float32)
-    config = config_of(2, data=2)
+    config = config_of(2, data=1)
     # As transformers and DeepSpeed count: every rank.
     config |= {"train_batch_size": 8, "gradient_accumulation_steps": 1}
     del config["tensor_parallel"]
@@ -386,14 +392,35 @@ def train_rank(rank, world, folder):
 @pytest.mark.quick
 def test_real_ranks_train_as_one_process_and_save_whole_weights(tmp_path):
     losses, norms, weights = plain(GPT2)
-    found = run_processes(4, train_rank, str(tmp_path))
-    assert [ranks for *_, ranks in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    for (_, seen), size, _ in found:
-        assert seen == pytest.approx(norms, rel=1e-5) and size == 4
-    means = [(one + two) / 2 for one, two in zip(found[0][0][0], found[2][0][0])]
-    assert means == pytest.approx(losses, abs=1e-5)
+    found = run_processes(2, train_rank, str(tmp_path))
+    for rank, ((means, seen), size, ranks) in enumerate(found):
+        assert means == pytest.approx(losses, abs=1e-5)
+        assert seen == pytest.approx(norms, rel=1e-5)
+        assert size == 4 and ranks == (rank,)
     saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     model = make(GPT2, seed=9)
     model.load_state_dict(saved)
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-5)
+
+
+@pytest.mark.processes
+def test_the_program_of_the_page_trains_and_continues_on_one_rank(tmp_path):
+    blocks = blocks_of("docs/use/engine.md")
+    at = next(i for i, b in enumerate(blocks) if b.mark == "file: divided.py")
+    program, commands, printed = blocks[at : at + 3]
+    (tmp_path / "divided.py").write_text(program.text)
+    environment = warm_environment({**os.environ, "OMP_NUM_THREADS": "1"})
+    lines = []
+    for command in commands.text.strip().splitlines():
+        done = subprocess.run(
+            command.split(),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+            timeout=HUNG,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines += [line for line in done.stdout.splitlines() if line.startswith("step")]
+    assert lines == printed.text.strip().splitlines()

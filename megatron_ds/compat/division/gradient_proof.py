@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ...mpu.collectives import all_gather_object, all_reduce_
 from ...mpu.group import Group
 from .split_layers import is_cut, mark_partial
-from .split_plan import ROW, SLICED, Plan
+from .split_plan import PARTIAL, ROW, SLICED, SUMMED, Plan
 from .split_proof import ADVICE, small_inputs
 
 # Largest difference by rounding, as a part of the norm of the gradient.
@@ -77,9 +77,9 @@ def gradients_of(model: nn.Module, plan: Plan) -> Gradients | None:
 
 def _stays_whole(name: str, plan: Plan) -> bool:
     owner, _, last = name.rpartition(".")
-    if name in plan:
-        return False
-    return owner not in plan or last == "bias" and plan[owner] in (ROW, SLICED)
+    style = plan.get(owner)
+    is_bias_of_sum = last == "bias" and style in (ROW, SLICED)
+    return name not in plan and (style in (None, PARTIAL, SUMMED) or is_bias_of_sum)
 
 
 def _weights_like(result: torch.Tensor) -> torch.Tensor:
