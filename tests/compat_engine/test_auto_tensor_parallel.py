@@ -168,6 +168,20 @@ def test_a_programs_own_optimizer_trains_the_parts(stage):
 
 @pytest.mark.threads
 @pytest.mark.rest
+@pytest.mark.parametrize("stage", [0, 3])
+def test_layers_that_are_recomputed_train_as_well(stage):
+    losses, norms, _ = plain(LLAMA)
+
+    def then(engine):
+        engine.module.gradient_checkpointing_enable()
+        return train(engine)
+
+    for seen in divided(LLAMA, stage, then, data=1):
+        assert seen == (pytest.approx(losses, abs=1e-5), pytest.approx(norms, rel=1e-5))
+
+
+@pytest.mark.threads
+@pytest.mark.rest
 def test_rules_of_the_json_name_the_layers():
     losses, norms, _ = plain(LLAMA)
     keys = {"autotp_size": 2, "partition_config": RULES}
@@ -338,6 +352,7 @@ def test_a_division_with_other_gradients_is_refused(monkeypatch, hook, message):
         ({"dtype": "bf16"}, 'blocks "bf16" and "fp16"'),
         ({"tp": {"tp_size": 4}}, '"tensor_parallel.tp.tp_size" is 4 beside'),
         ({"partition_config": {"layer_specs": 3}}, 'a block with "layer_specs"'),
+        ({"partition_config": {"use_default_specs": False}}, "leaves all layers"),
         (
             {"partition_config": {"layer_specs": [{"patterns": ["nothing"]}]}},
             "has a name like",

@@ -15,16 +15,20 @@ def take_weights_of_first(
 
     Collective over `group`. Tensors that are equal are not sent; device: that of the group's messages.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    sums = [_sums(tensor) for tensor in tensors.values()]
+    tensors = dict(model.named_parameters())
+    tensors |= dict(model.named_buffers())
+    sums = {name: _sums(tensor) for name, tensor in tensors.items()}
     of_ranks = all_gather_object(sums, group)
     different = [
-        name for name, found in zip(tensors, zip(*of_ranks)) if len(set(found)) > 1
+        name
+        for name, own in of_ranks[0].items()
+        if any(theirs[name] != own for theirs in of_ranks)
     ]
     for name in different:
-        sent = tensors[name].detach().to(device, copy=True).contiguous()
+        own = tensors[name]
+        sent = own.to(device, copy=True).contiguous()
         broadcast_(sent, group)
-        tensors[name].copy_(sent)
+        own.copy_(sent)
     return different
 
 
@@ -32,4 +36,8 @@ def _sums(tensor: torch.Tensor) -> tuple[float, float]:
     """Return two sums by which tensors of random numbers differ."""
     numbers = tensor.detach().flatten()
     half = numbers[: numbers.numel() // 2]
-    return float(numbers.sum(dtype=torch.float64)), float(half.sum(dtype=torch.float64))
+    sums = (
+        numbers.sum(dtype=torch.float64),
+        half.sum(dtype=torch.float64),
+    )
+    return float(sums[0]), float(sums[1])

@@ -5,9 +5,9 @@ A parameter that stays whole on every rank has one of two gradients there:
     the gradient        its input and output are whole: embeddings, norms between layers
     a part of it        it is applied to the heads of the rank: a norm of queries. The sum over ranks is the gradient
 
-Plans and names do not always say which, so it is measured. A model with a gradient that is neither is refused. The
-pieces of cut parameters follow: what comes into a layer is compared by split_proof.py, and what comes back to it by the
-gradients of the parameters below it.
+Plans and names do not always contain which, so it is measured. A model with a gradient that is neither is refused.
+The pieces of cut parameters follow: what comes into a layer is compared by split_proof.py, and what comes back to it
+by the gradients of the parameters below it.
 """
 
 from collections.abc import Mapping

@@ -19,7 +19,16 @@ from torch import nn
 
 from ...config.sources.reading import reject
 from ...errors import ConfigError
-from .split_plan import COLUMN, GATHERED, PARTIAL, ROW, Plan, is_linear, plan_of
+from .split_plan import (
+    COLUMN,
+    GATHERED,
+    PARTIAL,
+    ROW,
+    Plan,
+    check_heads,
+    is_linear,
+    plan_of,
+)
 
 KEY = "tensor_parallel.partition_config"
 WHOLE = "whole"
@@ -46,7 +55,6 @@ QUIET: Mapping[str, tuple] = {
     "embedding_partition_dim": (1,),
     "lm_head_patterns": (["lm_head", "embed_out"],),
     "strict_mode": (False,),
-    "tp_size": (1,),
 }
 
 
@@ -83,10 +91,12 @@ def division_of(model: nn.Module, given: Any, ranks: int) -> Division:
     if given is None:
         return Division(plan_of(model, None, ranks), {})
     rules = _read(given, ranks)
+    check_heads(model, ranks)
     adds = given.get("use_default_specs", True)
     plan = dict(plan_of(model, None, ranks)) if adds else {}
-    kind = str(getattr(getattr(model, "config", None), "model_type", "")).lower()
-    chosen = [rule for rule in rules if not rule.kinds or kind in rule.kinds]
+    config = getattr(model, "config", None)
+    kind = str(getattr(config, "model_type", "")).lower()
+    chosen = [rule for rule in rules if kind in rule.kinds or not rule.kinds]
     packed: dict[str, int] = {}
     used = set()
     for name, is_layer in _names(model):
@@ -101,6 +111,10 @@ def division_of(model: nn.Module, given: Any, ranks: int) -> Division:
             f'"{KEY}": no weight of a linear layer of {type(model).__name__} has a name like {list(unused[0])}. '
             "Correct the patterns; names are those of model.named_parameters()."
         )
+    if not plan:
+        raise ConfigError(
+            f'"{KEY}" leaves all layers of {type(model).__name__} whole. Name some in "layer_specs".'
+        )
     return Division(plan, packed)
 
 
@@ -109,7 +123,8 @@ def _names(model: nn.Module) -> Iterator[tuple[str, bool]]:
     modules = dict(model.named_modules())
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
-        yield name, last == "weight" and is_linear(modules[owner])
+        is_layer = is_linear(modules[owner])
+        yield name, is_layer and last == "weight"
 
 
 def _apply(
@@ -128,14 +143,17 @@ def _apply(
 def _read(given: Any, ranks: int) -> list[LayerRule]:
     """Raises one ConfigError with all problems."""
     specs = given.get("layer_specs", []) if isinstance(given, Mapping) else None
-    if not isinstance(specs, list) or not all(isinstance(s, Mapping) for s in specs):
+    is_list = isinstance(specs, list)
+    if not is_list or not all(isinstance(spec, Mapping) for spec in specs):
         raise ConfigError(
             f'"{KEY}" is {given!r}: it is a block with "layer_specs", a list of blocks.'
         )
     problems = []
+    allowed = {**QUIET, "tp_size": (1, ranks)}
     for key, value in given.items():
-        quiet = (*QUIET.get(key, ()), *((ranks,) if key == "tp_size" else ()))
-        if key not in ("layer_specs", "use_default_specs") and value not in quiet:
+        if key in ("layer_specs", "use_default_specs"):
+            continue
+        if value not in allowed.get(key, ()):
             problems.append(f'"{KEY}.{key}": {value!r} is not available. Leave it out.')
     for spec in specs:
         problems += _problems(spec)
@@ -153,20 +171,27 @@ def _rule_of(spec: Mapping[str, Any]) -> LayerRule:
 
 
 def _style_key(spec: Mapping[str, Any]) -> tuple:
-    kind = str(spec.get("partition_type", "column")).lower()
-    gathers = spec.get("gather_output", False)
-    return kind, gathers, spec.get("grad_allreduce", False)
+    kind = spec.get("partition_type", "column")
+    return (
+        str(kind).lower(),
+        spec.get("gather_output", False),
+        spec.get("grad_allreduce", False),
+    )
 
 
 def _packed(shape: Any) -> int | None:
     """Return n of [n, -1]; 0 for another shape; None without one."""
     if shape is None:
         return None
-    fits = isinstance(shape, list | tuple) and len(shape) == 2 and shape[1] == -1
-    return shape[0] if fits and type(shape[0]) is int and shape[0] > 0 else 0
+    if not isinstance(shape, list | tuple) or len(shape) != 2:
+        return 0
+    number, rest = shape
+    fits = rest == -1 and type(number) is int and number > 0
+    return number if fits else 0
 
 
 def _problems(spec: Mapping[str, Any]) -> Iterator[str]:
+    # Each key by itself.
     for key in spec.keys() - set(RULE_KEYS):
         yield f'"{KEY}": unknown key {key!r} in "layer_specs". Leave it out.'
     patterns = spec.get("patterns")
@@ -174,8 +199,9 @@ def _problems(spec: Mapping[str, Any]) -> Iterator[str]:
     if not is_list or not all(map(_is_pattern, patterns)):
         yield f'"{KEY}": "patterns" is {patterns!r}: it is a list of regular expressions.'
     kinds = spec.get("model_types") or ()
-    if not all(isinstance(kind, str) for kind in kinds):
+    if not all(map(_is_pattern, kinds)):
         yield f'"{KEY}": "model_types" is {kinds!r}: it is a list of names.'
+    # What they ask for together.
     key = _style_key(spec)
     if key not in STYLES:
         yield (

@@ -42,11 +42,6 @@ logger = logging.getLogger(__name__)
 # Attributes of a module: what tp_model_init was given, and over how many ranks the module is divided.
 ASKED = "tp_model_init_arguments"
 DIVIDED = "divided_over"
-SIZES = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
 
 
 @dataclass(frozen=True)
@@ -126,21 +121,6 @@ def require_format(wish: TensorParallelWish, dtype: torch.dtype) -> None:
         )
 
 
-def with_sizes_of_data(
-    block: dict[str, Any], wish: TensorParallelWish, data_parallel_size: int
-) -> dict[str, Any]:
-    """Return the JSON with a train_batch_size that counts the samples of data-parallel ranks.
-
-    DeepSpeed and transformers count every rank, also those that compute the same samples together.
-    """
-    total, micro, steps = (block.get(key) for key in SIZES)
-    whole = all(type(size) is int for size in (total, micro, steps))
-    if wish.size == 1 or not whole:
-        return block
-    samples = micro * steps * data_parallel_size
-    return block | {SIZES[0]: samples} if total == samples * wish.size else block
-
-
 def divide(
     model: nn.Module, wish: TensorParallelWish, world: DataParallelWorld
 ) -> None:
@@ -213,6 +193,7 @@ def _check(
         )
     if wish.size == 1 or divided != 1:
         return
+    # The groups, and a model with whole parameters.
     if world.model.size != wish.size:
         raise ConfigError(
             f'"{BLOCK}.{SIZE}" is {wish.size}, and the mpu has {world.model.size} model-parallel ranks. Give the '

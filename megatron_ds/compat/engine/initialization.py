@@ -33,7 +33,6 @@ from .auto_tensor_parallel import (
     divide,
     require_format,
     wish_of,
-    with_sizes_of_data,
 )
 from .autocast import run_in_autocast
 from .client_optimizer import ClientOptimizer, client_optimizers
@@ -81,6 +80,7 @@ from .pipeline import PipelineEngine
 from .pipeline_module import PipelineModule
 from .same_settings import require_same_groups, require_same_settings
 from .several_optimizers import SeveralOptimizers, json_optimizers
+from .tensor_parallel_keys import with_sizes_of_data
 from .zero_init import Partition, check_values, move_into, partitions_of, zeros
 
 logger = logging.getLogger(__name__)
@@ -233,7 +233,8 @@ def _prepare(
     # The settings, with the values that the sources give.
     name, found = block_of(config)
     formats, rest = formats_of(name, found)
-    block = with_sizes_of_data(fill_autos(rest, sources), trained.wish, world.data.size)
+    sized = fill_autos(rest, sources)
+    block = with_sizes_of_data(sized, trained.wish.size, world.data.size)
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
     is_passed = curriculum_length(name, block, model).difficulty is not None
     efficiency = data_efficiency_of(name, block)

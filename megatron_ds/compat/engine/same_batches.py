@@ -32,18 +32,21 @@ def _compare(
 ) -> None:
     """Collective. Raises CallError, on all ranks of the group, where a tensor differs, or the random state."""
     handles.pop().remove()
-    found = [_digest(tensor) for tensor in _tensors((inputs, options))]
+    # What each rank has.
+    found = list(map(_digest, _tensors((inputs, options))))
     drops = module.training and has_dropout(module)
-    states = [_digest(state) for state in _random_states()] if drops else []
-    of_ranks = all_gather_object((found, states), group)
-    if any(theirs[0] != of_ranks[0][0] for theirs in of_ranks):
-        shapes = [[shape for shape, _ in theirs[0]] for theirs in of_ranks]
+    states = list(map(_digest, _random_states())) if drops else []
+    batches = all_gather_object(found, group)
+    of_states = all_gather_object(states, group)
+    # It must be the same.
+    if any(theirs != batches[0] for theirs in batches):
+        shapes = [[shape for shape, _ in theirs] for theirs in batches]
         raise CallError(
             f"the {group.size} tensor-parallel ranks {list(group.ranks)} compute one micro-batch together, but they "
             f"were given different ones (shapes {shapes}). Choose samples by engine.world.data.rank and .size, "
             "as training_data= of initialize does."
         )
-    if any(theirs[1] != of_ranks[0][1] for theirs in of_ranks):
+    if any(theirs != of_states[0] for theirs in of_states):
         raise CallError(
             f"the tensor-parallel ranks {list(group.ranks)} have different random states, from which dropout would "
             "draw different numbers. Call torch.manual_seed with one seed on the ranks of a group."
@@ -52,15 +55,15 @@ def _compare(
 
 def has_dropout(module: nn.Module) -> bool:
     """Return whether a layer of the module, or its config, has a probability of dropout above 0."""
-    layers = (
-        m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)
-    )
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p:
+            return True
+    # Attention draws by functions, whose probabilities are in the config of transformers.
     config = getattr(module, "config", None)
-    settings = vars(config) if hasattr(config, "__dict__") else {}
-    written = (value for name, value in settings.items() if "drop" in name and value)
-    return any(layer.p for layer in layers) or any(
-        isinstance(value, int | float) for value in written
-    )
+    for name, value in getattr(config, "__dict__", {}).items():
+        if "drop" in name and isinstance(value, int | float) and value:
+            return True
+    return False
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -76,8 +79,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
-    numbers = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return tuple(tensor.shape), hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    content = flat.view(torch.uint8).numpy()
+    digest = hashlib.sha256(content.tobytes())
+    return tuple(tensor.shape), digest.hexdigest()
 
 
 def _random_states() -> Iterator[torch.Tensor]:

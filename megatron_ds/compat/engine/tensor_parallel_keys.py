@@ -42,6 +42,12 @@ REFUSED: Mapping[str, tuple[tuple, str]] = {
         'the blocks "bf16" and "fp16" set the number format. Leave it out.',
     ),
 }
+# The sizes of a batch: of an update, of a micro-batch, and the micro-batches of an update.
+SIZES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 KNOWN = (SIZE, RULES, *NESTED, *WITHOUT_EFFECT, *REFUSED)
 
 
@@ -84,6 +90,22 @@ def division_keys(name: str, block: Mapping[str, Any]) -> DivisionKeys:
     reject([f"{name}: {problem}" for problem in _problems(keys)])
     unused = tuple(key for key in keys if key in WITHOUT_EFFECT and keys[key])
     return DivisionKeys(keys[SIZE], keys.get(RULES), unused)
+
+
+def with_sizes_of_data(
+    block: Mapping[str, Any], size: int, data_parallel_size: int
+) -> dict[str, Any]:
+    """Return the JSON with a train_batch_size that counts the samples of data-parallel ranks.
+
+    DeepSpeed and transformers count every rank, also those that compute the same samples together.
+    size  the number of tensor-parallel ranks
+    """
+    total, micro, steps = (block.get(key) for key in SIZES)
+    whole = all(type(number) is int for number in (total, micro, steps))
+    if size == 1 or not whole:
+        return dict(block)
+    samples = micro * steps * data_parallel_size
+    return {**block, SIZES[0]: samples if total == samples * size else total}
 
 
 def _problems(keys: Mapping[str, Any]) -> Iterator[str]:
