@@ -137,7 +137,7 @@ def test_a_comet_block_becomes_flags_but_for_its_key():
 @pytest.mark.parametrize(
     "block, words",
     [
-        ({"tensor_parallel": {"autotp_size": 4}}, "give a module that is split"),
+        ({"sequence_parallel_size": 4}, "give a module that is split"),
         (
             {"compression_training": {"weight_quantization": {}, "on": True}},
             "planned for a later version",
@@ -180,13 +180,13 @@ def test_what_an_engine_cannot_do_is_refused_with_advice(block, words):
 def test_an_engine_raises_the_problems_of_the_reading():
     block = {
         **BASE,
-        "tensor_parallel": {"autotp_size": 4},
+        "sequence_parallel_size": 4,
         "zero_optimization": {"stage": 1, "frob": 1},
     }
     with pytest.raises(ConfigError) as caught:
         engine_of(block)
     problems = reading_for(block, "engine").problems
-    assert len(problems) == 2 and all(
+    assert len(problems) == 3 and all(
         problem in str(caught.value) for problem in problems
     )
     assert len(reading_for(block, "train").problems) == 1

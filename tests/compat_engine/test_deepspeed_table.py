@@ -42,13 +42,13 @@ USED = """accelerator.get_accelerator accelerator.real_accelerator.get_accelerat
     moe.utils.split_params_into_different_moe_groups_for_optimizer comm.get_rank comm.comm.barrier
     sequence.layer.DistributedAttention checkpoint.utils.clone_tensors_for_torch_save OnDevice
     PipelineModule pipe.PipelineModule pipe.LayerSpec pipe.TiedLayerSpec PipelineEngine
-    runtime.pipe.module.PipelineModule init_inference InferenceEngine default_inference_config
+    runtime.pipe.module.PipelineModule init_inference InferenceEngine default_inference_config tp_model_init
     inference.engine.InferenceEngine
     utils.init_on_device.OnDevice runtime.config.DeepSpeedConfigError monitor.monitor.MonitorMaster"""
 ADVISED = """DualPipeVModule runtime.bf16_optimizer.BF16_Optimizer
     runtime.pipe.topology.PipelineParallelGrid zero.MiCS_Init
     runtime.zero.mics.MiCS_Init ops.op_builder.CPUAdamBuilder compression.compress.init_compression
-    module_inject.replace_policy.HFBertLayerPolicy tp_model_init
+    module_inject.replace_policy.HFBertLayerPolicy set_autotp_mode
     inference.config.DeepSpeedInferenceConfig ops.transformer.DeepSpeedTransformerLayer"""
 
 
@@ -160,7 +160,7 @@ def test_the_page_lists_each_package_and_name_that_gives_advice():
         name
         for name in (
             "PipelineParallelGrid",
-            "tp_model_init",
+            "set_autotp_mode",
         )
         if f"`{name}`" not in page
     ]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import megatron_ds
-from megatron_ds.compat.inference import split_layers
+from megatron_ds.compat.division import split_layers
 from megatron_ds.errors import CallError, CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

@@ -27,6 +27,7 @@ pytestmark = [
 ]
 ADAPTER = "model/adapter_model.safetensors"
 OWN = {"json_options": {"own_optimizer": True}}
+DIVIDED = {"json_options": {"divided": 2}}
 # Beside the cases that DeepSpeed ran: other stages and options of this package.
 MORE = {
     "0 plain": trained(stage=0),
@@ -44,6 +45,8 @@ MORE = {
     "3 lora recomputed": trained(stage=3, lora=True, recompute=True),
     "2 lora resumed": trained(stage=2, lora=True, resume="3 lora/checkpoint-3"),
     "3 lora resumed": trained(stage=3, lora=True, resume="2 lora/checkpoint-3"),
+    "2 divided": trained(stage=2, save=True, **DIVIDED),
+    "3 divided": trained(stage=3, resume="2 divided/checkpoint-3", **DIVIDED),
 }
 DEEPSPEED = json.loads(GOLDEN.read_text())["losses"]
 
@@ -64,7 +67,11 @@ def alone(tmp_path_factory):
     place = tmp_path_factory.mktemp("alone")
     return run(
         "none",
-        {"lora": trained(lora=True), "loop": looped(accumulation=2, lora=True)},
+        {
+            "lora": trained(lora=True),
+            "loop": looped(accumulation=2, lora=True),
+            "plain": trained(),
+        },
         place,
     ), place
 
@@ -105,6 +112,22 @@ def test_adapters_have_the_losses_and_values_of_one_process(
     )
     for key, value in values.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["2 divided", "3 divided"])
+def test_a_divided_model_has_the_losses_and_the_saved_values_of_one_process(
+    losses, alone, folder, name
+):
+    from safetensors.torch import load_file
+
+    expected, place = alone
+    assert losses[name] == pytest.approx(expected["plain"], rel=1e-5)
+    file = "model/model.safetensors"
+    found = load_file(folder / name / file)
+    values = load_file(place / "plain" / file)
+    assert found.keys() == values.keys()
+    for key, value in values.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["2 loop lora", "3 loop lora"])

@@ -80,11 +80,12 @@ def make_model(freeze=False, lora=False, published=False):
     return with_adapters(model) if lora else model
 
 
-def json_of(stage, own_optimizer=False, scheduler=False, offload=False):
+def json_of(stage, own_optimizer=False, scheduler=False, offload=False, divided=1):
+    """divided: over so many tensor-parallel ranks"""
     zero = {"stage": stage} | (
         {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     )
-    if stage == 3:
+    if stage == 3 or divided > 1:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -93,6 +94,7 @@ def json_of(stage, own_optimizer=False, scheduler=False, offload=False):
         "bf16": {"enabled": "auto"},
     }
     config |= {} if own_optimizer else {"optimizer": OPTIMIZER}
+    config |= {"tensor_parallel": {"autotp_size": divided}} if divided > 1 else {}
     return config | ({"scheduler": SCHEDULER} if scheduler else {})
 
 
@@ -111,9 +113,10 @@ def trained(
     """Losses of six updates of the Trainer, which begins or resumes, and the files that it saves."""
     AcceleratorState._reset_state(True)
     config = None if PACKAGE == "none" else json_of(stage, **(json_options or {}))
+    divided = (json_options or {}).get("divided", 1)
     arguments = TrainingArguments(
         out,
-        per_device_train_batch_size=SAMPLES // RANKS,
+        per_device_train_batch_size=SAMPLES * divided // RANKS,
         max_steps=6,
         learning_rate=1e-2,
         weight_decay=0.01,

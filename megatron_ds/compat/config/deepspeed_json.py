@@ -82,7 +82,7 @@ TRANSLATED: Mapping[str, Option] = {
     ),
     "tensor_parallel.autotp_size": json_key(
         int,
-        "`--tensor-model-parallel-size`; 0 is 1. An engine takes a module that is split already",
+        "`--tensor-model-parallel-size`; 0 is 1. An engine divides models of transformers",
         at_least=0,
     ),
     "comms_logger.prof_all": json_key(

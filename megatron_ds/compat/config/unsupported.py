@@ -182,7 +182,7 @@ KEYS = table(
         "frozen weights are kept in the model's dtype; zero_quantized_weights sends them as integers too. "
         "Remove it.": "zero_optimization.zero_quantized_nontrainable_weights",
         "the errors of quantized gradients are not carried over to the next step. Remove it.": "zero_optimization.zeropp_loco_param",
-        "the layers of a model have one split. Remove it.": "tensor_parallel.partition_config",
+        "the models of a training script have one split; an engine reads it, with an autotp_size above 1. Remove it.": "tensor_parallel.partition_config",
         "checkpoints are written into the folder that the program names, by no service. Remove it.": "nebula",
         "a model generates with the code that trains it. Remove it.": "hybrid_engine",
         "settings are written to logs and checkpoints, where a key must not be. Set COMET_API_KEY, and remove it.": "comet.api_key",

@@ -32,8 +32,8 @@ BUILDERS = (
     "No builder is needed."
 )
 TENSOR_PARALLEL = (
-    "automatic tensor parallelism is not available. Use ZeRO stage 3, or pretrain_gpt.py with "
-    "--tensor-model-parallel-size for this package's models."
+    'give initialize "tensor_parallel": {"autotp_size": n} in the config, or call tp_model_init before it: it divides '
+    "the model itself (docs/use/engine.md)."
 )
 MICS = (
     'use zero.Init with "zero_hpz_partition_size" in the config: ranks of a node then gather weights '
@@ -75,7 +75,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "DeepSpeedHybridEngine": HYBRID,
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer "
         "revert_transformer_layer": KERNELS,
-        "tp_model_init set_autotp_mode load_ds_config": TENSOR_PARALLEL,
+        "set_autotp_mode load_ds_config": TENSOR_PARALLEL,
         "set_optimizer_flags": 'the config\'s "Muon" chooses its matrices itself '
         "(docs/scale/optimizers.md).",
     },

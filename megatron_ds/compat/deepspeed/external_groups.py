@@ -165,11 +165,15 @@ class DataParallelWorld:
         return self.world.ranks[self.world.rank]
 
 
-def join_world(mpu: Any = None) -> DataParallelWorld:
+def join_world(mpu: Any = None, tensor_parallel: int = 1) -> DataParallelWorld:
     """Return the groups of `mpu`; see above. Collective over all ranks where groups must be made.
 
+    tensor_parallel  the size of tensor-parallel groups that are made where there is no `mpu`
     Raises ConfigError when `mpu` lacks one of the functions or has pipeline stages.
     """
+    if mpu is None and tensor_parallel > 1:
+        tensor_parallel_group(tensor_parallel)
+        return _of_mesh(get_mesh())
     if mpu is None:
         return _of_mesh(_mesh_of_all_ranks())
     if isinstance(mpu, Mesh):

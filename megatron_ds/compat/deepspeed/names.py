@@ -177,6 +177,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
         **CONFIG,
         **OPTIMIZER_NAMES,
         **INFERENCE,
+        "tp_model_init": "compat.engine.auto_tensor_parallel:tp_model_init",
         "get_accelerator": _ACCELERATOR + "get_accelerator",
         "OnDevice": _FUNCTIONS + "OnDevice",
         **_each(_UTILS, "log_dist logger"),

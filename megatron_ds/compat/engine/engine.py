@@ -334,6 +334,8 @@ class Engine(EngineStatus):
         )
         return None if self.world.rank else state
 
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
     # ------------------------------------------------------------------ within
     def _drop_unsynced(self) -> None:
         if self._microbatch:

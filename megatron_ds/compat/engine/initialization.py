@@ -28,6 +28,12 @@ from ...zero.settings import ZeroSettings
 from ...zero.unused import Rule
 from ..config.targets import autocast_of
 from ..deepspeed.external_groups import DataParallelWorld, has_process_group, join_world
+from .auto_tensor_parallel import (
+    TensorParallelWish,
+    divide,
+    require_format,
+    wish_of,
+)
 from .autocast import run_in_autocast
 from .client_optimizer import ClientOptimizer, client_optimizers
 from .communication import record_communication
@@ -74,6 +80,7 @@ from .pipeline import PipelineEngine
 from .pipeline_module import PipelineModule
 from .same_settings import require_same_groups, require_same_settings
 from .several_optimizers import SeveralOptimizers, json_optimizers
+from .tensor_parallel_keys import with_sizes_of_data
 from .zero_init import Partition, check_values, move_into, partitions_of, zeros
 
 logger = logging.getLogger(__name__)
@@ -153,11 +160,14 @@ def initialize(
     module = _checked_module(model)
     _check_arguments(optimizer, decay, mesh_param)
     _take_local_rank(args)
-    world = with_expert_ranks(module, _join(mpu, distributed_port, dist_init_required))
+    wish = wish_of(config, module)
+    joined = _join(mpu, distributed_port, dist_init_required, wish.size)
+    world = with_expert_ranks(module, joined)
     _end_earlier_engines(module, world)
+    divide(module, wish, world)
     # Settings, values and specs. Together: where a rank lacks the file of settings, the others would wait in
     # `agree`.
-    trained = _Trained(optimizer, model_parameters, decay)
+    trained = _Trained(optimizer, model_parameters, decay, wish)
     ready = on_all_ranks(
         world.world,
         lambda: _prepare(
@@ -191,11 +201,12 @@ def initialize(
 
 
 class _Trained(NamedTuple):
-    """The arguments of `initialize` about the optimizer and its parameters."""
+    """The arguments of `initialize` about the optimizer, its parameters and their division."""
 
     optimizer: ClientOptimizer | None
     parameters: Any
     decay: Decays | None
+    wish: TensorParallelWish
 
 
 class _Prepared(NamedTuple):
@@ -222,13 +233,15 @@ def _prepare(
     # The settings, with the values that the sources give.
     name, found = block_of(config)
     formats, rest = formats_of(name, found)
-    block = fill_autos(rest, sources)
+    sized = fill_autos(rest, sources)
+    block = with_sizes_of_data(sized, trained.wish.size, world.data.size)
     lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
     is_passed = curriculum_length(name, block, model).difficulty is not None
     efficiency = data_efficiency_of(name, block)
     own = {DATA_EFFICIENCY, CURRICULUM} if is_passed else {DATA_EFFICIENCY}
     read = {key: block[key] for key in block if key not in own}
     settings = read_settings(read, world.data.size, lr, name)
+    require_format(trained.wish, DTYPES[settings.optimizer.params_dtype])
     # The values of the module: drawn by name, or zeros where ZeRO will fill them.
     partitions = partitions_of(model)
     if partitions and draw is None:
@@ -351,7 +364,9 @@ def _take_local_rank(args: Any) -> None:
     os.environ.update(with_local_rank(os.environ, rank))
 
 
-def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorld:
+def _join(
+    mpu: Any, port: int | None, required: bool | None, tensor_parallel: int
+) -> DataParallelWorld:
     """Return the groups of `mpu`, made where there are none. Collective over all ranks."""
     if required is False and mpu is None and not has_process_group():
         raise ConfigError(
@@ -360,7 +375,7 @@ def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorl
         )
     if port is not None and mpu is None:
         os.environ.setdefault("MASTER_PORT", str(port))
-    return join_world(mpu)
+    return join_world(mpu, tensor_parallel)
 
 
 def _client_of(model: nn.Module, trained: _Trained) -> torch.optim.Optimizer | None:

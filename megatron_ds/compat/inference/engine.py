@@ -17,15 +17,15 @@ from ...mpu.host_reads import read_number
 from ...mpu.mesh import default_device
 from ...mpu.stuck_ranks import doing
 from ..deepspeed.external_groups import group_of, join_world, tensor_parallel_group
+from ..division.split_layers import split
+from ..division.split_plan import plan_of
+from ..division.split_proof import require_same_results, results_of
 from ..engine.engine import show
 from .settings import (
     WITHOUT_EFFECT,
     InferenceSettings,
     read_inference_settings,
 )
-from .split_layers import split
-from .split_plan import plan_of
-from .split_proof import require_same_results, results_of
 from .stored_weights import store
 from .whole_checkpoint import load_whole
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...ops.quantize import dequantize, quantize
+from ..division.split_plan import is_linear
 from .settings import NEIGHBOURS, StoredFormat
-from .split_plan import is_linear
 
 
 class StoredWeight:

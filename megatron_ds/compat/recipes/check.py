@@ -143,13 +143,19 @@ def _read_by_engine(path: Path, ranks: int) -> tuple[list[str], list[str]]:
     """Return (why `megatron_ds.initialize` would refuse a DeepSpeed JSON, the keys whose "auto" a program fills)."""
     from megatron_ds.compat.config.deepspeed_json import load_json
     from megatron_ds.compat.engine.json_settings import read_settings
+    from megatron_ds.compat.engine.tensor_parallel_keys import (
+        division_keys,
+        with_sizes_of_data,
+    )
     from megatron_ds.compat.recipes.trainer_values import with_trainer_values
     from megatron_ds.config.sources.reading import ConfigProblems
 
     filled: list[str] = []
     try:
         block, filled = with_trainer_values(load_json(str(path), "config"), ranks)
-        read_settings(block, ranks, name=str(path))
+        size = division_keys(str(path), block).size
+        data = max(1, ranks // size)
+        read_settings(with_sizes_of_data(block, size, data), data, name=str(path))
     except ConfigProblems as error:
         return list(error.problems), filled
     except ConfigError as error:

@@ -24,9 +24,10 @@ GATHERED = "colwise_gather_output"
 SLICED = "rowwise_split_input"
 PACKED = "packed_colwise"
 SUMMED = "moe_tp_experts"
+PARTIAL = "replicated_with_grad_allreduce"
 # Styles of transformers under which a layer stays whole here.
-WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
-STYLES = (COLUMN, ROW, GATHERED, SLICED, PACKED, SUMMED)
+WHOLE = ("embedding_rowwise",)
+STYLES = (COLUMN, ROW, GATHERED, SLICED, PACKED, SUMMED, PARTIAL)
 
 # Ends of names of linear layers whose results are summed, and of those that each rank needs whole.
 ROWS = (
@@ -92,13 +93,13 @@ def check_heads(model: nn.Module, ranks: int) -> None:
         if isinstance(count, int) and count % ranks:
             raise ConfigError(
                 f"{type(model).__name__} has {name}={count}, which {ranks} tensor-parallel ranks do not divide: "
-                "each rank needs whole heads. Give a tp_size that divides it."
+                "each rank needs whole heads. Give a size that divides it."
             )
     is_grouped = getattr(config, "new_decoder_architecture", False)
     if getattr(config, "multi_query", False) and not is_grouped:
         raise ConfigError(
             f"{type(model).__name__} has one key head for all query heads (multi_query), which tensor-parallel "
-            "ranks cannot divide. Give tp_size=1."
+            "ranks cannot divide. Give a tensor-parallel size of 1."
         )
 
 
@@ -145,9 +146,14 @@ def _plan_of_patterns(model: nn.Module, patterns: Mapping[str, str]) -> dict[str
         if matching and style not in (*STYLES, *WHOLE):
             raise ConfigError(
                 f"the tensor-parallel plan of {type(model).__name__} has {matching[0]}: {style!r}, which is not "
-                "available. Give tp_size=1, or use ZeRO stage 3 (docs/use/inference_engine.md)."
+                "available. Give a tensor-parallel size of 1, or use ZeRO stage 3 (docs/use/inference_engine.md)."
             )
         plan |= {name: style for name in matching if style in STYLES}
+    if not plan:
+        raise ConfigError(
+            f"the tensor-parallel plan of {type(model).__name__} has no name of its modules, such as "
+            f"{next(iter(patterns))}. Give the model itself, without adapters and before torch.compile."
+        )
     return plan
 
 
