@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ds.compat.config.deepspeed_json import TRANSLATED  # noqa: E402
 from megatron_ds.compat.config.dialects import DIALECTS  # noqa: E402
+from megatron_ds.compat.config.megatron_readers import MEGATRON_READERS  # noqa: E402
 from megatron_ds.compat.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
 from megatron_ds.config.messages import needed  # noqa: E402
 from megatron_ds.config.options.option import Option  # noqa: E402
@@ -171,19 +172,21 @@ def _names_of_forks() -> Iterator[tuple[str, ...]]:
     for dialect in DIALECTS:
         for name, meaning in dialect.names.items():
             yield f"`{name}`", f"`{meaning}`", dialect.project
-        for name, values in dialect.phrases.items():
-            for value, meaning in values.items():
-                yield (
-                    f"`{name} {value}`",
-                    f"`{meaning}`" if meaning else "the default",
-                    dialect.project,
-                )
-        for name, (option, _) in dialect.readers.items():
+        yield from _readers(dialect.readers, dialect.project)
+    yield from _readers(MEGATRON_READERS, "NVIDIA/Megatron-LM")
+
+
+def _readers(readers: Mapping[str, tuple], project: str) -> Iterator[tuple[str, ...]]:
+    for name, (option, read) in readers.items():
+        values = getattr(read, "flags", {})
+        for value, meaning in values.items():
             yield (
-                f"`{name}`",
-                f"`{option}`, whose words it spells in another way",
-                dialect.project,
+                f"`{name} {value}`",
+                f"`{meaning}`" if meaning else "the default",
+                project,
             )
+        if not values:
+            yield f"`{name}`", f"`{option}`, in another form", project
 
 
 def _keys() -> Iterator[tuple[str, str]]:

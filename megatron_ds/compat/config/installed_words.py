@@ -4,7 +4,8 @@ from functools import partial
 
 from ...config.sources.foreign_words import ForeignWords
 from ...features import Later
-from .dialects import DIALECTS, FORK_NAMES, FORK_PHRASES, FORK_READERS
+from .dialects import DIALECTS, FORK_NAMES, FORK_READERS
+from .megatron_readers import MEGATRON_READERS
 
 own = partial(Later, __package__)
 
@@ -20,8 +21,7 @@ def _projects() -> dict[str, str]:
 WORDS = ForeignWords(
     names=FORK_NAMES,
     projects=_projects(),
-    phrases=FORK_PHRASES,
-    readers=FORK_READERS,
+    readers={**FORK_READERS, **MEGATRON_READERS},
     answer_to_flag=own(".unsupported:answer_to_flag"),
     read_yamls=own(".neox_yaml:read_yamls"),
     read_deepspeed=own(".deepspeed_json:read_deepspeed"),

@@ -19,6 +19,7 @@ HF_TOKENIZERS = (
     "MistralTokenizer",
     "YiTokenizer",
     "FalconTokenizer",
+    "TokenizerFromFile",
 )
 
 

@@ -178,6 +178,11 @@ USELESS = (
         "one rank holds each sequence",
         lambda config: config.parallel.context_parallel_size == 1,
     ),
+    Useless(
+        ("data.split",),
+        "it divides the corpora of --data-path or --data-args-path, and none is given",
+        lambda config: not config.data.is_divided_by_split,
+    ),
     # Files that are not read or written.
     Useless(
         OF_LOADING,

@@ -1,0 +1,80 @@
+"""How the words of other programs become settings of options here.
+
+A reader is a pair: the flag here whose value is unknown if the words are, and a function (words, flag) → settings.
+
+    one_of(flag, table)       a word that stands for several flags here; another word is refused
+    in_words(flag, function)  the words of a flag here in another form
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...config.run import Source, all_options
+from ...config.sources.flags import read_flags, spellings
+from ...config.sources.foreign_words import Reader
+from ...config.sources.reading import Deferred, Setting
+from ...errors import ConfigError
+
+Words = Callable[[Sequence[str], str], list[str]]
+
+
+def settings_of(flag: str, argv: Sequence[str]) -> list[Setting]:
+    """Return the settings of a command line, as those of one flag. Raises ConfigError."""
+    found = read_flags(argv).settings_or_error()
+    return [replace(setting, source=Source("flag", flag)) for setting in found]
+
+
+def deferred(flag: str, option: str, value: Deferred) -> Setting:
+    """Return a setting whose value follows from other options. option: its flag here."""
+    path = spellings()[option].option.path
+    assert path in all_options()
+    return Setting(path, value, Source("flag", flag))
+
+
+def word_of(words: Sequence[str], flag: str, what: str) -> str:
+    """Return the only word after a flag, without quotes. what: it is, for the message. Raises ConfigError."""
+    if len(words) != 1:
+        raise ConfigError(f"{flag} needs {what} after it, and {len(words)} words are.")
+    return words[0].strip("'\"")
+
+
+def number_of(words: Sequence[str], flag: str) -> int:
+    """Return the whole number after a flag. Raises ConfigError."""
+    word = word_of(words, flag, "a whole number")
+    if not word.isdecimal() or len(word) > 6:
+        raise ConfigError(
+            f"{flag} {word[:40]}: this is not a whole number from 0 to 999,999."
+        )
+    return int(word)
+
+
+@dataclass(frozen=True)
+class _OneOf:
+    flags: Mapping[str, str]
+
+    def __call__(self, words: Sequence[str], flag: str) -> list[Setting]:
+        value = " ".join(words).strip("'\"")
+        if value not in self.flags:
+            raise ConfigError(
+                f"{flag} {value} is not available. It may be {', '.join(self.flags)}."
+            )
+        return settings_of(flag, self.flags[value].split())
+
+
+@dataclass(frozen=True)
+class _InWords:
+    option: str
+    words: Words
+
+    def __call__(self, words: Sequence[str], flag: str) -> list[Setting]:
+        return settings_of(flag, [self.option, *self.words(words, flag)])
+
+
+def one_of(option: str, flags: Mapping[str, str]) -> tuple[str, Reader]:
+    """Return the reader of a flag whose words stand for flags here, "" for none."""
+    return option, _OneOf(flags)
+
+
+def in_words(option: str, words: Words) -> tuple[str, Reader]:
+    """Return the reader of a flag whose words are those of an option here in another form."""
+    return option, _InWords(option, words)
