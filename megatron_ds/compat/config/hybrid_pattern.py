@@ -12,7 +12,14 @@ from itertools import groupby
 from ...config.run import RunConfig
 from ...config.sources.reading import Deferred, Setting
 from ...errors import ConfigError
-from .layer_halves import ATTENTION, EXPERTS, FEED_FORWARD, Half, Halves, read_halves
+from .layer_halves import (
+    ATTENTION,
+    EXPERTS,
+    FEED_FORWARD,
+    Half,
+    PatternHalves,
+    read_halves,
+)
 from .word_readers import deferred, settings_of, word_of
 
 
@@ -59,7 +66,7 @@ def settings_of_pattern(words: Sequence[str], flag: str) -> list[Setting]:
     return found
 
 
-def _experts_of_layers(halves: Halves, flag: str) -> Iterator[bool]:
+def _experts_of_layers(halves: PatternHalves, flag: str) -> Iterator[bool]:
     """Yield whether each layer has experts. Raises ConfigError for a half that is not its half of a GPT's layer."""
     for i, half in enumerate(halves.main):
         is_second = i % 2 == 1
@@ -90,7 +97,7 @@ def _not_a_gpt(half: Half, i: int, flag: str) -> str:
     )
 
 
-def _layout(halves: Halves) -> str:
+def _layout(halves: PatternHalves) -> str:
     """Return the layers of each stage as --pipeline-layout has them. A stage may be empty."""
     counts = dict.fromkeys(range(halves.segments), 0)
     for segment, members in groupby(halves.main, lambda half: half.segment):

@@ -38,7 +38,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Halves:
+class PatternHalves:
     """The halves of a pattern, in order.
 
     segments        parts that | separates, 1 without any
@@ -50,7 +50,7 @@ class Halves:
     further_tokens: tuple[str, ...] = ()
 
 
-def read_halves(pattern: str, flag: str) -> Halves:
+def read_halves(pattern: str, flag: str) -> PatternHalves:
     """Return the halves of a pattern. Raises ConfigError for a letter that no pattern has, with the flag."""
     main, *further = pattern.split(FURTHER_TOKENS)
     if not main.strip(STAGE) or len(pattern) > MOST_HALVES:
@@ -63,9 +63,7 @@ def read_halves(pattern: str, flag: str) -> Halves:
             f"{flag}: {unknown[0]!r} stands for no half of a layer. The letters are {', '.join(HALVES)}."
         )
     parts = main.split(STAGE)
-    halves = [
-        Half(HALVES[letter], segment)
-        for segment, part in enumerate(parts)
-        for letter in part
-    ]
-    return Halves(tuple(halves), len(parts), tuple(filter(None, further)))
+    halves: list[Half] = []
+    for segment, part in enumerate(parts):
+        halves += [Half(HALVES[letter], segment) for letter in part]
+    return PatternHalves(tuple(halves), len(parts), tuple(filter(None, further)))

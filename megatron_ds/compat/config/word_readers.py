@@ -4,12 +4,15 @@ A reader is a pair: the flag here whose value is unknown if the words are, and a
 
     one_of(flag, table)       a word that stands for several flags here; another word is refused
     in_words(flag, function)  the words of a flag here in another form
+
+Readers of a fork's own forms are functions of `block_words.py`, `rotary_words.py` and `hybrid_pattern.py`, which are
+loaded when a command line has the flag.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...config.run import Source, all_options
+from ...config.run import Source
 from ...config.sources.flags import read_flags, spellings
 from ...config.sources.foreign_words import Reader
 from ...config.sources.reading import Deferred, Setting
@@ -20,15 +23,16 @@ Words = Callable[[Sequence[str], str], list[str]]
 
 def settings_of(flag: str, argv: Sequence[str]) -> list[Setting]:
     """Return the settings of a command line, as those of one flag. Raises ConfigError."""
+    source = Source("flag", flag)
     found = read_flags(argv).settings_or_error()
-    return [replace(setting, source=Source("flag", flag)) for setting in found]
+    return [replace(setting, source=source) for setting in found]
 
 
 def deferred(flag: str, option: str, value: Deferred) -> Setting:
     """Return a setting whose value follows from other options. option: its flag here."""
     path = spellings()[option].option.path
-    assert path in all_options()
-    return Setting(path, value, Source("flag", flag))
+    source = Source("flag", flag)
+    return Setting(path, value, source)
 
 
 def word_of(words: Sequence[str], flag: str, what: str) -> str:
@@ -41,6 +45,7 @@ def word_of(words: Sequence[str], flag: str, what: str) -> str:
 def number_of(words: Sequence[str], flag: str) -> int:
     """Return the whole number after a flag. Raises ConfigError."""
     word = word_of(words, flag, "a whole number")
+    # The longest number that any option takes here.
     if not word.isdecimal() or len(word) > 6:
         raise ConfigError(
             f"{flag} {word[:40]}: this is not a whole number from 0 to 999,999."
@@ -50,24 +55,34 @@ def number_of(words: Sequence[str], flag: str) -> int:
 
 @dataclass(frozen=True)
 class _OneOf:
+    """A reader of a word that stands for several flags.
+
+    flags: word → the flags here, between spaces
+    """
+
     flags: Mapping[str, str]
 
     def __call__(self, words: Sequence[str], flag: str) -> list[Setting]:
         value = " ".join(words).strip("'\"")
         if value not in self.flags:
-            raise ConfigError(
-                f"{flag} {value} is not available. It may be {', '.join(self.flags)}."
-            )
+            known = ", ".join(self.flags)
+            raise ConfigError(f"{flag} {value} is not available. It may be {known}.")
         return settings_of(flag, self.flags[value].split())
 
 
 @dataclass(frozen=True)
 class _InWords:
+    """A reader of words that an option here has in another form.
+
+    words: (words, flag) → the words of the option
+    """
+
     option: str
     words: Words
 
     def __call__(self, words: Sequence[str], flag: str) -> list[Setting]:
-        return settings_of(flag, [self.option, *self.words(words, flag)])
+        found = self.words(words, flag)
+        return settings_of(flag, [self.option, *found])
 
 
 def one_of(option: str, flags: Mapping[str, str]) -> tuple[str, Reader]:
