@@ -122,13 +122,15 @@ MEGATRON_LLAMA = Dialect(
 LLM_JP = Dialect(
     "llm-jp/Megatron-LM and rioyokotalab/Megatron-Llama2",
     names={"--wandb-name": "--wandb-exp-name"},
+    readers={
+        "--use-z-loss": one_of("--z-loss-strength", {"": "--z-loss-strength 1e-4"}),
+    },
     answers=table(
         accepted={
             "the launcher is recognised from the environment": "--use-mpi",
         },
         refused={
             "a fixed identifier would continue a run of W&B. Remove it.": "--wandb-id",
-            "the loss has no term of the normalizer of the softmax. Remove it.": "--use-z-loss --z-loss-strength",
         },
         only={},
     ),
@@ -276,9 +278,7 @@ SWISS_AI = Dialect(
     answers=table(
         accepted={},
         refused={
-            "every token counts in the loss. Remove it.": "--goldfish-loss --goldfish-h --goldfish-k",
             "this activation is not available. Remove it.": "--xielu",
-            "this optimizer is not available. Remove it.": "--ademamix-alpha --ademamix-alpha-warmup --ademamix-beta3 --ademamix-beta3-warmup",
         },
         only={
             "--qknorm-impl": Answer(
