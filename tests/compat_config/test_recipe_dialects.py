@@ -216,7 +216,7 @@ def test_what_moves_no_number_is_accepted_with_a_reason(words):
         ("--stage sft", "preprocess --chat"),
         ("--loss-on-targets-only", "two files each"),
         ("--outer-optimizer nesterov", "same step"),
-        ("--norm-topk-prob", "sum to 1 by default"),
+        ("--norm-topk-prob True", "takes no value"),
         ("--vocab-extra-ids 10", "padded"),
         ("--fp16-lm-cross-entropy", "in fp32"),
         ("--init-method-xavier-uniform", "normally distributed"),

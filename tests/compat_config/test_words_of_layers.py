@@ -75,6 +75,17 @@ def parsed(words: str, ranks: int = 1):
             1,
         ),
         (
+            f"--num-layers 2 --norm-topk-prob --moe-router-pre-softmax --moe-layer-freq -1 {EXPERTS}",
+            f"--num-layers 2 {EXPERTS}",
+            1,
+        ),
+        # Megatron-DeepSpeed's default: every second layer.
+        (
+            "--num-layers 4 --num-experts 2 4",
+            "--num-layers 4 --num-experts 2 4 --expert-interval 2",
+            1,
+        ),
+        (
             f"--num-layers 2 --n-shared-experts 2 {EXPERTS}",
             f"--num-layers 2 --moe-shared-expert-intermediate-size 48 {EXPERTS}",
             1,
@@ -97,6 +108,7 @@ def test_a_word_is_the_model_of_the_options_here(theirs, ours, ranks):
         assert found.model.yarn_factor == mine.model.yarn_factor == 4
         assert found.model.yarn_beta_fast == mine.model.yarn_beta_fast
         assert found.model.yarn_mscale == mine.model.yarn_mscale
+    assert found.model.moe_router_pre_softmax == mine.model.moe_router_pre_softmax
     assert found.model.position_embedding_type == mine.model.position_embedding_type
     assert shapes(found) == shapes(mine)
 
@@ -159,6 +171,22 @@ def test_a_split_without_a_corpus_to_divide_is_noted():
     config = parse([*argv, *words.split()], 1, rules=RULES, env={})
     assert config.data.split is None
     assert any("--split" in note for note in config.without_effect)
+
+
+def test_options_that_megatron_does_not_read_are_noted():
+    config = parsed("--num-layers 2 --short-seq-prob 0 --exit-on-missing-checkpoint")
+    assert len(config.without_effect) == 2
+
+
+def test_packed_documents_of_a_fork_keep_attention_within_documents():
+    assert parsed("--num-layers 2 --use-packed-seq-params").data.reset_attention_mask
+
+
+def test_a_scaled_weight_is_not_divided_by_its_sum():
+    with pytest.raises(ConfigError, match="undoes the factor"):
+        parsed(
+            f"--num-layers 2 {EXPERTS} --norm-topk-prob --moe-router-topk-scaling-factor 2"
+        )
 
 
 def test_offloading_without_a_stage_splits_the_offloaded_state():

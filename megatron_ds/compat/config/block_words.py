@@ -3,6 +3,7 @@
 --glu-activation swiglu     BigScience: the width is 4 × the hidden size unless it is given
 --first-k-dense-replace K   MindSpeed-LLM: the first K layers have no experts
 --n-shared-experts N        MindSpeed-LLM: N experts of the width of the others, which every token passes
+--norm-topk-prob            MindSpeed-LLM: weights of the chosen experts sum to 1
 """
 
 from collections.abc import Sequence
@@ -64,6 +65,15 @@ class SharedWidth(Deferred):
         return self.count * model.expert_ffn_size
 
 
+@dataclass(frozen=True)
+class SumOfOne(Deferred):
+    """Weights of the chosen experts that sum to 1: a softmax over these alone, or shares of sigmoids."""
+
+    def of(self, config: RunConfig) -> bool:
+        """Return whether the softmax precedes the choice, whatever is given beside."""
+        return False
+
+
 def gated(words: Sequence[str], flag: str) -> list[Setting]:
     """Return the settings of --glu-activation. Raises ConfigError for gates that are not available."""
     kind = word_of(words, flag, "the kind of the gate")
@@ -88,3 +98,10 @@ def shared_experts(words: Sequence[str], flag: str) -> list[Setting]:
     """Return the setting of --n-shared-experts."""
     width = SharedWidth(number_of(words, flag))
     return [deferred(flag, "--moe-shared-expert-intermediate-size", width)]
+
+
+def normalized_weights(words: Sequence[str], flag: str) -> list[Setting]:
+    """Return the setting of --norm-topk-prob. Raises ConfigError for a word after it."""
+    if words:
+        raise ConfigError(f"{flag} takes no value, and {words[0][:40]!r} follows it.")
+    return [deferred(flag, "--moe-router-pre-softmax", SumOfOne())]

@@ -167,6 +167,10 @@ MINDSPEED = Dialect(
             "--moe-shared-expert-intermediate-size",
             own(".block_words:shared_experts"),
         ),
+        "--norm-topk-prob": (
+            "--moe-router-pre-softmax",
+            own(".block_words:normalized_weights"),
+        ),
         "--rope-scaling-type": (
             "--position-embedding-type",
             own(".rotary_words:scaled"),
@@ -184,10 +188,13 @@ MINDSPEED = Dialect(
             "--cp-attention-mask-type --attention-mask-on-cpu",
             "every node opens the data that it can see; index maps are built once a file system": "--no-shared-storage",
             "--load recognises a folder of Hugging Face": "--enable-hf2mg-convert --model-type-hf",
-            "rows of a batch have one length": "--tokenizer-padding-side",
+            "rows of a batch have one length": "--tokenizer-padding-side --variable-seq-lengths",
+            "masks of attention follow from the model and the options of documents": "--attention-mask-type",
+            "the order of additions follows from the layout; a run on one layout repeats bit by bit": "--npu-deterministic",
             "the tokenizers library and the Python code give the same ids": "--tokenizer-not-use-fast",
             "memory only: what is kept or recomputed changes no number": "--reuse-fp32-param --swap-optimizer --swap-optimizer-times --swap-attention --swap-modules "
-            "--recompute-activation-function --recompute-norm --moe-zero-memory "
+            "--recompute-activation-function --recompute-activation-function-num-layers --recompute-norm "
+            "--moe-zero-memory --enable-token-rearrange-opt "
             "--adaptive-memory-optimization --recompute-in-bubble --recompute-in-advance "
             "--moe-zero-memory-num-layers --enable-recompute-layers-per-pp-rank",
             "the router computes in fp32": "--router-gating-in-fp32 --topk-softmax-in-fp32 "
@@ -200,9 +207,6 @@ MINDSPEED = Dialect(
             "norms multiply by their weight; --apply-layernorm-1p by 1 + weight. Write that.": "--add-rmsnorm-offset",
             "layers are not skipped. Write --pipeline-layout for an uneven pipeline.": "--noop-layers",
             "write --softmax-scale with one over the root of the number.": "--query-pre-attn-scalar",
-            "the weights of the chosen experts sum to 1 by default, also those of sigmoids. Remove it and "
-            "--moe-router-pre-softmax, and with --moe-router-load-balancing-type aux_loss also "
-            "--moe-router-topk-scaling-factor, which it undoes.": "--norm-topk-prob",
             "it adds a loss of each sequence, divided by --tensor-model-parallel-size. Write "
             "--moe-router-load-balancing-type seq_aux_loss.": "--seq-aux",
             "every expert would receive the same number of tokens, which tests of speed ask for; the loss is none. "
@@ -225,6 +229,11 @@ MINDSPEED = Dialect(
                 )
                 for flag, values in LLAMA_3.items()
             },
+            "--optimizer-selection": Answer(
+                "AdamW has one implementation",
+                "write --optimizer.",
+                ("fused_adamw", "fused_torch_adamw", *OFF),
+            ),
             "--output-layer-slice-num": Answer(
                 "the output layer is one product",
                 "the output layer is one product. Remove it.",
@@ -244,6 +253,7 @@ PAI = Dialect(
     names={
         "--patch-tokenizer-type": "--tokenizer-type",
         "--intermediate-size": "--ffn-hidden-size",
+        "--n-head-kv": "--num-query-groups",
     },
     answers=table(
         accepted={
@@ -395,6 +405,11 @@ BIGCODE = Dialect(
     ),
 )
 
+ATTENTION_BENCHMARK = Dialect(
+    "elena-lyulina/Megatron-LM-Attention-Benchmark",
+    names={"--use-packed-seq-params": "--reset-attention-mask"},
+)
+
 PIER = Dialect(
     "zetsunozomi/Pier-LLM-Pretraining",
     answers=table(
@@ -432,6 +447,7 @@ DIALECTS = (
     ARGONNE,
     MEGABLOCKS,
     BIGCODE,
+    ATTENTION_BENCHMARK,
     PIER,
     SIMULATORS,
 )

@@ -20,6 +20,8 @@ HF_TOKENIZERS = (
     "YiTokenizer",
     "FalconTokenizer",
     "TokenizerFromFile",
+    "MixtralTokenizer",
+    "BloomTokenizerFromHF",
 )
 
 
