@@ -14,7 +14,6 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ds.compat.config.deepspeed_json import TRANSLATED  # noqa: E402
 from megatron_ds.compat.config.dialects import DIALECTS  # noqa: E402
-from megatron_ds.compat.config.megatron_readers import MEGATRON_READERS  # noqa: E402
 from megatron_ds.compat.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
 from megatron_ds.config.messages import needed  # noqa: E402
 from megatron_ds.config.options.option import Option  # noqa: E402
@@ -173,12 +172,12 @@ def _names_of_forks() -> Iterator[tuple[str, ...]]:
         for name, meaning in dialect.names.items():
             yield f"`{name}`", f"`{meaning}`", dialect.project
         yield from _readers(dialect.readers, dialect.project)
-    yield from _readers(MEGATRON_READERS, "NVIDIA/Megatron-LM")
 
 
 def _readers(readers: Mapping[str, tuple], project: str) -> Iterator[tuple[str, ...]]:
     for name, (option, read) in readers.items():
-        values = getattr(read, "flags", {})
+        given = getattr(read, "args", ({},))[0]
+        values = given if isinstance(given, Mapping) else {}
         for value, meaning in values.items():
             yield (
                 f"`{name} {value}`",

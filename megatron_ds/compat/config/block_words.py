@@ -6,7 +6,7 @@
 --norm-topk-prob            MindSpeed-LLM: weights of the chosen experts sum to 1
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...config.run import RunConfig
@@ -105,3 +105,14 @@ def normalized_weights(words: Sequence[str], flag: str) -> list[Setting]:
     if words:
         raise ConfigError(f"{flag} takes no value, and {words[0][:40]!r} follows it.")
     return [deferred(flag, "--moe-router-pre-softmax", SumOfOne())]
+
+
+def scaled_weights(config: RunConfig) -> Iterator[str]:
+    """Yield a problem of --norm-topk-prob with a factor: some routers divide scaled weights by their sum, others scale
+    the quotient.
+    """
+    if config.model.moe_router_topk_scaling_factor is not None:
+        yield (
+            "--norm-topk-prob with [moe_router_topk_scaling_factor]: of some routers it undoes the factor. Remove it, "
+            "and with --moe-router-load-balancing-type aux_loss also the factor."
+        )

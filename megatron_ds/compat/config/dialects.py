@@ -1,11 +1,11 @@
-"""Flags of Megatron's forks: one table a fork.
+"""Flags of Megatron's forks: one table a fork; `WORDS`, all of them for the readers of flags and files.
 
 A `Dialect` has these parts. `names` are flags with an option here under another name; the value of a name is
 the flag here, or a flag with its value for a switch. `readers` are flags that stand for options here in another
 form: the first of these options, and the function (words, flag) → settings (`word_readers.py`). `answers` are
 flags without an option: accepted where they change no number, refused with the reason where they do
-(`unsupported.py`). Names of Megatron itself are in `unsupported*.py`, `megatron_readers.py` and in the options; a
-flag that several forks have is in the first table that has it.
+(`unsupported.py`). Names of Megatron itself are in `unsupported*.py` and in the options, but for its readers; a flag that several forks have is in
+the first table that has it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,9 +15,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ...config.sources.answers import OFF, Answer, table
-from ...config.sources.foreign_words import Reader
+from ...config.sources.foreign_words import ForeignWords, Reader
 from ...features import Later
-from .word_readers import in_words, one_of
 
 own = partial(Later, __package__)
 
@@ -41,6 +40,16 @@ class Dialect:
     names: Mapping[str, str] = field(default_factory=dict)
     readers: Mapping[str, tuple[str, Reader]] = field(default_factory=dict)
     answers: Mapping[str, Answer] = field(default_factory=dict)
+
+
+def one_of(option: str, flags: Mapping[str, str]) -> tuple[str, Reader]:
+    """Return the reader of a flag whose words stand for flags here, "" for none."""
+    return option, partial(own(".word_readers:one_of"), flags)
+
+
+def in_words(option: str, words: Later) -> tuple[str, Reader]:
+    """Return the reader of a flag whose words are those of an option here in another form."""
+    return option, partial(own(".word_readers:in_words"), option, words)
 
 
 def _weighted_split_readers() -> dict[str, tuple[str, Reader]]:
@@ -434,7 +443,13 @@ SIMULATORS = Dialect(
     ),
 )
 
+PATTERN = ("--num-layers", own(".hybrid_pattern:settings_of_pattern"))
+# Names of the pattern of a hybrid model; the second is the older one.
+PATTERN_FLAGS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+MEGATRON = Dialect("NVIDIA/Megatron-LM", readers=dict.fromkeys(PATTERN_FLAGS, PATTERN))
+
 DIALECTS = (
+    MEGATRON,
     BIGSCIENCE,
     MEGATRON_LLAMA,
     LLM_JP,
@@ -464,3 +479,21 @@ def _joined(tables: Iterable[Mapping[str, T]]) -> MappingProxyType[str, T]:
 FORK_NAMES = _joined(dialect.names for dialect in reversed(DIALECTS))
 FORK_READERS = _joined(dialect.readers for dialect in reversed(DIALECTS))
 FORK_FLAGS = _joined(dialect.answers for dialect in reversed(DIALECTS))
+
+
+def _projects() -> dict[str, str]:
+    """Return the mapping flag of a fork → its project. If two dialects have a flag, the first counts."""
+    projects: dict[str, str] = {}
+    for dialect in reversed(DIALECTS):
+        projects |= dict.fromkeys(dialect.names, dialect.project)
+    return projects
+
+
+WORDS = ForeignWords(
+    names=FORK_NAMES,
+    projects=_projects(),
+    readers=FORK_READERS,
+    answer_to_flag=own(".unsupported:answer_to_flag"),
+    read_yamls=own(".neox_yaml:read_yamls"),
+    read_deepspeed=own(".deepspeed_json:read_deepspeed"),
+)

@@ -1,10 +1,10 @@
 """Flags and files of other programs: the declaration of the feature."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ...features import Feature, Later
+from ...features import Feature, Later, rules_if
 
 own = partial(Later, __package__)
 STAGE = "zero.stage"
@@ -32,25 +32,19 @@ def implied(config: Any) -> Mapping[str, tuple[Any, str]]:
     return found
 
 
-def scaled_weights(config: Any) -> Iterator[str]:
-    """MindSpeed-LLM's --norm-topk-prob divides scaled weights by their sum, or scales the quotient, by router."""
+def _sums_to_one(config: Any) -> bool:
     source = config.sources.get("model.moe_router_pre_softmax")
-    is_word = source is not None and source.name == "--norm-topk-prob"
-    if is_word and config.model.moe_router_topk_scaling_factor is not None:
-        yield (
-            "--norm-topk-prob with [moe_router_topk_scaling_factor]: of some routers it undoes the factor. Remove it, "
-            "and with --moe-router-load-balancing-type aux_loss also the factor."
-        )
+    return source is not None and source.name == "--norm-topk-prob"
 
 
 FEATURES = [
     Feature(
         "dialects",
         implies=implied,
-        rules=[scaled_weights],
+        rules=rules_if(_sums_to_one, own(".block_words:scaled_weights")),
         provides={
             "foreign json": own(".deepspeed_json:load_json"),
-            "foreign words": own(".installed_words:WORDS"),
+            "foreign words": own(".dialects:WORDS"),
         },
     )
 ]

@@ -1,20 +1,15 @@
 """How the words of other programs become settings of options here.
 
-A reader is a pair: the flag here whose value is unknown if the words are, and a function (words, flag) → settings.
-
-    one_of(flag, table)       a word that stands for several flags here; another word is refused
-    in_words(flag, function)  the words of a flag here in another form
-
-Readers of a fork's own forms are functions of `block_words.py`, `rotary_words.py` and `hybrid_pattern.py`, which are
-loaded when a command line has the flag.
+A reader is a pair: the flag here whose value is unknown if the words are, and a function (words, flag) → settings. Those
+of a fork's own forms are functions of `block_words.py`, `rotary_words.py` and `hybrid_pattern.py`; all are loaded when a
+command line has the flag.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...config.run import Source
 from ...config.sources.flags import read_flags, spellings
-from ...config.sources.foreign_words import Reader
 from ...config.sources.reading import Deferred, Setting
 from ...errors import ConfigError
 
@@ -53,43 +48,18 @@ def number_of(words: Sequence[str], flag: str) -> int:
     return int(word)
 
 
-@dataclass(frozen=True)
-class _OneOf:
-    """A reader of a word that stands for several flags.
-
-    flags: word → the flags here, between spaces
-    """
-
-    flags: Mapping[str, str]
-
-    def __call__(self, words: Sequence[str], flag: str) -> list[Setting]:
-        value = " ".join(words).strip("'\"")
-        if value not in self.flags:
-            known = ", ".join(self.flags)
-            raise ConfigError(f"{flag} {value} is not available. It may be {known}.")
-        return settings_of(flag, self.flags[value].split())
+def one_of(flags: Mapping[str, str], words: Sequence[str], flag: str) -> list[Setting]:
+    """Return the settings of a word that stands for flags here. flags: word → these, "" for none. Raises ConfigError."""
+    value = " ".join(words).strip("'\"")
+    if value not in flags:
+        known = ", ".join(flags)
+        raise ConfigError(f"{flag} {value} is not available. It may be {known}.")
+    return settings_of(flag, flags[value].split())
 
 
-@dataclass(frozen=True)
-class _InWords:
-    """A reader of words that an option here has in another form.
-
-    words: (words, flag) → the words of the option
-    """
-
-    option: str
-    words: Words
-
-    def __call__(self, words: Sequence[str], flag: str) -> list[Setting]:
-        found = self.words(words, flag)
-        return settings_of(flag, [self.option, *found])
-
-
-def one_of(option: str, flags: Mapping[str, str]) -> tuple[str, Reader]:
-    """Return the reader of a flag whose words stand for flags here, "" for none."""
-    return option, _OneOf(flags)
-
-
-def in_words(option: str, words: Words) -> tuple[str, Reader]:
-    """Return the reader of a flag whose words are those of an option here in another form."""
-    return option, _InWords(option, words)
+def in_words(
+    option: str, read: Words, words: Sequence[str], flag: str
+) -> list[Setting]:
+    """Return the settings of words that an option here has in another form. read: (words, flag) → those words."""
+    found = read(words, flag)
+    return settings_of(flag, [option, *found])

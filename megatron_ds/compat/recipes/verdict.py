@@ -38,7 +38,7 @@ from ...config.sources.reading import SourceReading, attempt
 from ...errors import ConfigError
 from ..config.deepspeed_json import reading_of, unique_keys
 from ..config.deepspeed_spellings import loads
-from ..config.megatron_readers import PATTERN_FLAGS
+from ..config.dialects import PATTERN_FLAGS
 from ..config.neox_yaml import is_neox, read_neox
 from ..config.unsupported import answer_to_flag
 from .budget import MOST_FLAGS, MOST_RANKS, MOST_WORDS

@@ -123,10 +123,9 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
             elif flag in spellings():
                 line.settings.append(_setting(flag, words))
             elif flag in foreign.readers:
-                found = foreign.readers[flag][1](words, flag)
-                line.settings += found
-                if not found:
+                if not (found := foreign.readers[flag][1](words, flag)):
                     line.without_effect[flag] = "its value asks for the default"
+                line.settings += found
             else:
                 _without_option(line, typed, words)
         except ConfigError as error:

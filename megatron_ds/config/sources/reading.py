@@ -1,6 +1,5 @@
 """What reading a source of options yields: `Setting`s, and problems, raised together as one error."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +17,9 @@ class Setting:
     source: Source
 
 
-class Deferred(ABC):
+class Deferred:
     """A value that follows from other options, which are known when all sources are merged."""
 
-    @abstractmethod
     def of(self, config: Any) -> Any:
         """Return the value in a RunConfig with all other settings; None to leave the option as it is."""
 

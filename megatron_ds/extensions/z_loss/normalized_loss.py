@@ -20,7 +20,7 @@ from ...ops.logits import cross_entropy_facts, cross_entropy_gradient_
 from ...tensor_parallel.cross_entropy import own_columns, token_losses
 from ...tensor_parallel.logits_in_parts import Logits, losses_of, width_of
 from ...tensor_parallel.token_loss import Parts
-from .options import ZLossConfig
+from .feature import ZLossConfig
 
 
 class NormalizedTokens:
