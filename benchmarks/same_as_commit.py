@@ -7,7 +7,7 @@
     python $F compare before.json after.json                     # exit code 1 at any difference
     python $F checkpoints ../before .                            # those of one tree resume in the other
 
-`record` runs command lines of a tree on CPUs. It stores every value of metrics.jsonl except times and memory,
+`record` runs command lines of a tree on CPUs. It stores every value of metrics.jsonl except times, memory and the version,
 a SHA-256 of the final weights and of a corpus, and the text of dry runs. `checkpoints` trains three steps in
 the first tree and resumes in both: the next three must be equal at the same layout, and close at another. A
 tree may rename its modules. It runs with its own .venv if it has one, and needs its compiled extensions.
@@ -194,6 +194,18 @@ def flags_of(words: str) -> str:
     return " ".join(flags)
 
 
+def _results(file: Path) -> list[dict]:
+    """The records of a run without times, the version of the package, and what describes the run."""
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in found:
+        record.get("environment", {}).pop("megatron_ds", None)
+    return [
+        {key: value for key, value in record.items() if key not in TIMING}
+        for record in found
+        if record["kind"] != "about"
+    ]
+
+
 class Tree:
     """A checkout, whose commands run in folders below `work`."""
 
@@ -312,11 +324,7 @@ class Tree:
             ranks,
             name.startswith("torchrun"),
         )
-        lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-        records = [
-            {k: v for k, v in json.loads(line).items() if k not in TIMING}
-            for line in lines
-        ]
+        records = _results(folder / "run/metrics.jsonl")
         self.run(
             folder, "tools/checkpoint_to_safetensors.py --load run --output weights"
         )

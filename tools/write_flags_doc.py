@@ -171,19 +171,21 @@ def _names_of_forks() -> Iterator[tuple[str, ...]]:
     for dialect in DIALECTS:
         for name, meaning in dialect.names.items():
             yield f"`{name}`", f"`{meaning}`", dialect.project
-        for name, values in dialect.phrases.items():
-            for value, meaning in values.items():
-                yield (
-                    f"`{name} {value}`",
-                    f"`{meaning}`" if meaning else "the default",
-                    dialect.project,
-                )
-        for name, (option, _) in dialect.readers.items():
+        yield from _readers(dialect.readers, dialect.project)
+
+
+def _readers(readers: Mapping[str, tuple], project: str) -> Iterator[tuple[str, ...]]:
+    for name, (option, read) in readers.items():
+        given = getattr(read, "args", ({},))[0]
+        values = given if isinstance(given, Mapping) else {}
+        for value, meaning in values.items():
             yield (
-                f"`{name}`",
-                f"`{option}`, whose words it spells in another way",
-                dialect.project,
+                f"`{name} {value}`",
+                f"`{meaning}`" if meaning else "the default",
+                project,
             )
+        if not values:
+            yield f"`{name}`", f"`{option}`, in another form", project
 
 
 def _keys() -> Iterator[tuple[str, str]]:

@@ -37,7 +37,6 @@ from torch.autograd.function import once_differentiable
 
 from ..batch.batch import Batch
 from ..config.options.model import ModelConfig
-from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
 from ..mpu.sequence_ranks import SequenceRanks
@@ -84,7 +83,6 @@ class Router(nn.Module):
     def __init__(
         self, config: ModelConfig, num_experts: int, name: str, ctx: ParallelContext
     ):
-        """Raises ConfigError if the choice needs tokens that other ranks hold."""
         super().__init__()
         self.config = config
         self.num_experts = num_experts
@@ -92,7 +90,6 @@ class Router(nn.Module):
         self.ctx = ctx
         self.dtype = DTYPES[config.moe_router_dtype]
         self.choose = choice_of(config)
-        _check_layout(self.choose, ctx)
         spec = ParamSpec(
             f"{name}.weight",
             (num_experts, config.hidden_size),
@@ -115,8 +112,8 @@ class Router(nn.Module):
     ) -> Routing:
         """counted: bool [T], False for padding; None: all tokens.
 
-        Each rank routes the tokens that it holds. Expert choice is collective over the ranks that divide a
-        sequence; the others communicate nothing.
+        Each rank routes the tokens that it holds. Expert choice, and in training Sinkhorn, are collective over the
+        ranks that divide a sequence; the others communicate nothing.
         """
         noise_kind = self.config.moe_router_noise if batch.training else "none"
         if noise_kind == "jitter":
@@ -245,18 +242,40 @@ def choose_by_sinkhorn(
     noise: torch.Tensor | None,
     tokens: Tokens,
 ) -> Routing:
-    """Return the k best experts of each token after `sinkhorn` over all tokens of this rank; in evaluation before.
+    """Return the k best experts of each token after `sinkhorn` over the micro-batch; in evaluation before.
 
-    Groups and bias have no effect.
+    Groups and bias have no effect. Collective over `tokens.ranks` in training: each rank balances all tokens of the
+    sequences, in the same order, and keeps its own.
     """
     k = config.moe_router_topk
     ranked = _noisy(logits, noise)
     if tokens.training:
-        ranked = sinkhorn(ranked, tokens.counted)
+        counted = tokens.counted
+        whole = sinkhorn(
+            _of_all(ranked, tokens),
+            None if counted is None else _of_all(counted[:, None], tokens)[:, 0],
+        )
+        ranked = _own(whole, tokens)
     experts = largest(ranked, k)
     scores = logits.softmax(-1)
     weights = (logits.sigmoid() if k == 1 else scores).gather(1, experts)
     return Routing(experts, _scaled(weights, config), scores, logits)
+
+
+def _of_all(values: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """Return [T', w] of the tokens of whole sequences, from [T, w] of this rank's. Collective over `tokens.ranks`."""
+    if tokens.ranks is None:
+        return values
+    held = values.view(-1, tokens.samples, values.shape[1])
+    return tokens.ranks.gather(held.contiguous(), dim=0).flatten(0, 1)
+
+
+def _own(values: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """Return [T, w] of this rank's tokens, from [T', w] of those of whole sequences."""
+    if tokens.ranks is None:
+        return values
+    whole = values.view(-1, tokens.samples, values.shape[1])
+    return tokens.ranks.own(whole, dim=0).flatten(0, 1)
 
 
 def sinkhorn(logits: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
@@ -355,18 +374,6 @@ def choice_of(config: ModelConfig) -> Choice:
         if kind in CHOICES
     ]
     return named[0] if named else choose
-
-
-def _check_layout(choice: Choice, ctx: ParallelContext) -> None:
-    context = ctx.slice.context.size
-    tensor = ctx.slice.tensor.size
-    if choice is choose_by_sinkhorn and context * tensor > 1:
-        raise ConfigError(
-            "--moe-router-load-balancing-type sinkhorn balances the tokens that a rank holds, "
-            f"but {context * tensor} ranks divide each sequence (--sequence-parallel or "
-            "--context-parallel-size), so the choice would differ from that of one process. "
-            "Leave these off, or balance by aux_loss."
-        )
 
 
 def _noisy(logits: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from megatron_ds.compat.config.dialects import (
     DIALECTS,
     FORK_FLAGS,
     FORK_NAMES,
-    FORK_PHRASES,
+    FORK_READERS,
 )
 from megatron_ds.config.parse import parse
 from megatron_ds.config.sources.flags import read_flags, spellings
@@ -53,7 +53,7 @@ def test_a_name_of_a_fork_sets_the_option_of_its_meaning(name, meaning):
 def test_an_answer_to_a_flag_of_a_fork_is_a_reason(name):
     answer = FORK_FLAGS[name]
     assert (
-        name not in spellings() and name not in FORK_NAMES and name not in FORK_PHRASES
+        name not in spellings() and name not in FORK_NAMES and name not in FORK_READERS
     )
     assert answer.note if answer.values is None else answer.refusal
     if answer.values is None:
@@ -65,7 +65,7 @@ def test_an_answer_to_a_flag_of_a_fork_is_a_reason(name):
 def test_each_fork_has_one_table():
     assert len({dialect.project for dialect in DIALECTS}) == len(DIALECTS)
     assert all(
-        dialect.names or dialect.answers or dialect.phrases for dialect in DIALECTS
+        dialect.names or dialect.answers or dialect.readers for dialect in DIALECTS
     )
 
 
@@ -88,6 +88,24 @@ def test_each_fork_has_one_table():
             True,
         ),
         ("--RMSNorm", "model.normalization", "RMSNorm"),
+        ("--position-embedding-type rotary", "model.position_embedding_type", "rope"),
+        ("--attention-head-type multiquery", "model.num_query_groups", 1),
+        ("--attention-head-type multihead", "model.num_query_groups", None),
+        ("--eval-iters -1", "train.eval_iters", 0),
+        ("--tokenizer-file t.json", "data.tokenizer_model", None),  # mock data
+        ("--wandb-project-name p", "services.wandb_project", "p"),
+        (
+            "--num-layer-list 5,3 --pipeline-model-parallel-size 2",
+            "parallel.pipeline_layout",
+            "5,3",
+        ),
+        ("--optimizer-cpu-offload", "zero.stage", 1),
+        ("--optimizer-cpu-offload --zero-stage 2", "zero.stage", 2),
+        (
+            "--rope-scaling-type llama3 --position-embedding-type rope --low-freq-factor 1.0",
+            "model.use_rope_scaling",
+            True,
+        ),
         ("--eval-only True", "train.skip_train", True),
         ("--wandb-name n", "services.wandb_exp_name", "n"),
         (
@@ -187,22 +205,24 @@ def test_what_moves_no_number_is_accepted_with_a_reason(words):
         ("--exp-avg-dtype fp8", "in fp32"),
         ("--spec my.layers spec", "chosen by its options"),
         ("--rope-type yarn", "position-embedding-type yarn"),
-        ("--goldfish-loss", "every token counts"),
         ("--handler-name x", "megatron-ds preprocess"),
-        ("--norm-target-loss", "all tokens alike"),
         ("--moe-num-experts 8", "one bias after the sum"),
         ("--moe-loss-weight 0.1", "divided by --num-layers"),
         ("--moe-capacity-factor 1", "floor"),
-        ("--first-k-dense-replace 3", "moe-layer-freq"),
-        ("--n-shared-experts 1", "times --moe-ffn-hidden-size"),
-        ("--norm-topk-prob", "sum to 1 by default"),
-        ("--use-z-loss", "normalizer"),
+        ("--n-shared-experts x", "not a whole number"),
+        ("--rope-scaling-type longrope", "llama3 or yarn"),
+        ("--low-freq-factor 2", "numbers of Llama 3"),
+        ("--attention-head-type grouped", "may be multihead, multiquery"),
+        ("--stage sft", "preprocess --chat"),
+        ("--loss-on-targets-only", "two files each"),
+        ("--outer-optimizer nesterov", "same step"),
+        ("--norm-topk-prob True", "takes no value"),
         ("--vocab-extra-ids 10", "padded"),
         ("--fp16-lm-cross-entropy", "in fp32"),
         ("--init-method-xavier-uniform", "normally distributed"),
         ("--train-weighted-split-paths x", "not have the form"),
         ("--rotary-scale-factor 2", "interpolation"),
-        ("--glu-activation swiglu", "4 times --hidden-size"),
+        ("--glu-activation geglu", "4 times --hidden-size"),
         ("--glu", "the activation gelu"),
         ("--moe-use-megatron-switch True", "--moe-router-topk 1"),
         ("--inference", "megatron-ds generate"),

@@ -191,7 +191,7 @@ CASES = [
             ),
             (
                 1,
-                f"{MODEL} {RUN} --train-iters 100 --train-data-path corpus --split 9,1",
+                f"{MODEL} {RUN} --train-iters 100 --train-data-path corpus",
             ),
             (
                 1,
@@ -209,11 +209,6 @@ CASES = [
             (
                 1,
                 f"{MODEL} {RUN} --train-iters 100 --data-path a b --blend-weights epochs --tokenizer-type "
-                "NullTokenizer",
-            ),
-            (
-                1,
-                f"{MODEL} {RUN} --train-iters 100 --per-split-data-args-path f --split 9,1 --tokenizer-type "
                 "NullTokenizer",
             ),
             (1, GOOD.replace("--vocab-size 50257", "")),

@@ -19,7 +19,12 @@ from megatron_ds.zero.matrix_owners import MatrixEntry
 from megatron_ds.zero.parameter_norms import NormEntry, ParameterNorms
 from megatron_ds.zero.shard_optimizer import ShardOptimizer, make_leaf
 from megatron_ds.zero.whole_matrices import WholeMatrices
-from tests.harness.plain_optimizers import PlainLamb, PlainLion, PlainMuon
+from tests.harness.plain_optimizers import (
+    PlainAdEMAMix,
+    PlainLamb,
+    PlainLion,
+    PlainMuon,
+)
 
 SETTINGS = OptimizerConfig(adam_beta2=0.95)
 SHAPE, SIZE, CUTS = (16, 20), 320, (0, 64, 192, 320)
@@ -35,6 +40,9 @@ PLAIN = {
     ),
     "adagrad": partial(torch.optim.Adagrad, lr=0.01, weight_decay=0.1, foreach=False),
     "lion": partial(PlainLion, lr=0.01, weight_decay=0.1, betas=(0.95, 0.98)),
+    "ademamix": partial(
+        PlainAdEMAMix, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95, 0.999), alpha=5.0
+    ),
     "lamb": partial(PlainLamb, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)),
     "muon": partial(
         PlainMuon,

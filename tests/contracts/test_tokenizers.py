@@ -53,6 +53,16 @@ def tokenizer_files(tmp_path_factory):
         minloglevel=2,
         num_threads=1,
     )
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(t for text in TEXT * 20 for t in text.splitlines()),
+        model_prefix=str(folder / "japanese"),
+        vocab_size=344,
+        byte_fallback=True,
+        model_type="bpe",
+        user_defined_symbols=["<|endoftext|>", "<|endofline|>"],
+        minloglevel=2,
+        num_threads=1,
+    )
     words = sorted(
         {word for text in TEXT for word in text.lower().split()}
         | set("abcdefghijklmnopqrstuvwxyz0123456789.,")
@@ -80,6 +90,10 @@ def tokenizer_files(tmp_path_factory):
         "HuggingFaceTokenizer": dict(tokenizer_model=str(folder / "tokenizer.json")),
         "SentencePieceTokenizer": dict(tokenizer_model=str(folder / "sp.model")),
         "Llama2Tokenizer": dict(tokenizer_model=str(folder / "sp.model")),
+        "TokenizerFromFileWithFIM": dict(
+            tokenizer_model=str(folder / "tokenizer.json")
+        ),
+        "JapaneseSentencePiece": dict(vocab_file=str(folder / "japanese.model")),
         "NullTokenizer": dict(vocab_size=300),
     }
 
@@ -362,3 +376,41 @@ def test_llama2_tokenizer_is_the_sentencepiece_model_with_a_begin_of_sentence(
     ]  # <s> of every such model
     assert (llama.vocab_size, llama.eod) == (plain.vocab_size, plain.eod)
     assert llama.fingerprint != plain.fingerprint
+
+
+def test_a_tokenizer_with_fill_in_the_middle_has_the_tokens_that_its_file_lacks(
+    tokenizer_files,
+):
+    files = tokenizer_files["TokenizerFromFileWithFIM"]
+    plain = make_tokenizer("HuggingFaceTokenizer", **files)
+    more = make_tokenizer("TokenizerFromFileWithFIM", **files)
+    # The file has the end of document already.
+    assert more.vocab_size == plain.vocab_size + 4
+    assert (more.eod, more.encode("The fox")) == (plain.eod, plain.encode("The fox"))
+    names = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
+    ids = [more.encode(name) for name in names]
+    assert ids == [[plain.vocab_size + i] for i in range(4)]
+
+
+def test_the_japanese_model_has_tokens_for_ends_of_lines_and_of_documents(
+    tokenizer_files,
+):
+    import sentencepiece
+
+    files = tokenizer_files["JapaneseSentencePiece"]
+    processor = sentencepiece.SentencePieceProcessor(model_file=files["vocab_file"])
+    tokenizer = make_tokenizer("JapaneseSentencePiece", **files)
+    text = "The fox\nand 12 tokens"
+    assert tokenizer.eod == processor.piece_to_id("<|endoftext|>")
+    assert processor.piece_to_id("<|endofline|>") in tokenizer.encode(text)
+    # As the fork does it: the line break becomes a symbol before the text is cut.
+    assert tokenizer.encode(text) == processor.encode(
+        text.replace("\n", "<|endofline|>")
+    )
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_japanese_model_needs_an_end_of_document(tokenizer_files):
+    other = tokenizer_files["SentencePieceTokenizer"]["tokenizer_model"]
+    with pytest.raises(DataError, match="endoftext"):
+        make_tokenizer("JapaneseSentencePiece", vocab_file=other)

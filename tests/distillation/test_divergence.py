@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ds.extensions.distillation.distilled_loss import losses_of
 from megatron_ds.extensions.distillation.divergence import Columns, DistilledTokens
 from megatron_ds.extensions.distillation.likeliest_tokens import likeliest_tokens
 from megatron_ds.extensions.distillation.whole_teacher import WholeTeacher
@@ -12,6 +11,7 @@ from megatron_ds.ops.logits import row_parts
 from megatron_ds.ops.soft_cap import capped
 from megatron_ds.tensor_parallel.linear import column_linear
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
+from megatron_ds.tensor_parallel.logits_in_parts import losses_of
 from tests.harness.threads import run_ranks
 
 pytestmark = pytest.mark.threads

@@ -1,4 +1,6 @@
-"""Lion, LAMB and Muon of whole parameters, from the formulas of their papers, in double precision."""
+"""Lion, AdEMAMix, LAMB and Muon of whole parameters, from the formulas of their papers, in double precision."""
+
+import math
 
 import torch
 
@@ -41,6 +43,32 @@ class PlainLion(Plain):
         sign = torch.sign(beta1 * m + (1 - beta1) * g)
         state["m"] = beta2 * m + (1 - beta2) * g
         state["p"] = p * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * sign
+        return state["p"]
+
+
+class PlainAdEMAMix(Plain):
+    """Pagliardini et al. 2024, algorithm 1; warmup: of alpha and of beta3, or None."""
+
+    def __init__(self, params, lr, betas, weight_decay, alpha, eps=1e-8, warmup=None):
+        super().__init__(
+            params, lr, betas, weight_decay, alpha=alpha, eps=eps, warmup=warmup
+        )
+
+    def formula(self, p, g, state, group):
+        (beta1, beta2, beta3), t = group["betas"], state["t"]
+        alpha, warmup = group["alpha"], group["warmup"]
+        if warmup is not None and t < warmup:
+            alpha *= t / warmup
+            # The half-life of the slow momentum is a mean of those of beta1 and beta3.
+            first, last = (math.log(0.5) / math.log(b + 1e-8) for b in (beta1, beta3))
+            beta3 = 0.5 ** (1 / ((1 - t / warmup) * first + t / warmup * last))
+        zero = torch.zeros_like(p)
+        state["m"] = beta1 * state.get("m", zero) + (1 - beta1) * g
+        state["s"] = beta3 * state.get("s", zero) + (1 - beta3) * g
+        state["v"] = beta2 * state.get("v", zero) + (1 - beta2) * g * g
+        step = state["m"] / (1 - beta1**t) + alpha * state["s"]
+        step = step / ((state["v"] / (1 - beta2**t)).sqrt() + group["eps"])
+        state["p"] = p - group["lr"] * (step + group["weight_decay"] * p)
         return state["p"]
 
 

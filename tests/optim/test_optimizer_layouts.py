@@ -24,6 +24,7 @@ FLAGS = {
     "lamb": ["--lamb-min-coeff", "0", "--lr", "1e-2", "--lr-warmup-iters", "0"],
     "adam": ["--amsgrad"],
     "lion": ["--weight-decay", "0.3"],
+    "ademamix": "--ademamix-alpha-warmup 3 --ademamix-beta3-warmup 3".split(),
     "muon": (
         "--muon-scale-mode match_rms_adamw --muon-use-nesterov --lr 1e-2 --muon-scalar-lr 1e-3 "
         "--lr-warmup-iters 0"
@@ -49,6 +50,12 @@ def test_lion_trains_like_one_process(layout):
     assert difference.is_within(TOLERANCE["fp32"]), difference
 
 
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,zero=2", "dp=2,zero=1,offload=cpu"])
+def test_ademamix_trains_like_one_process(layout):
+    difference, _ = stray(job_of("ademamix"), layout, FEW)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+
+
 # --------------------------------------------------------------------------------- checkpoints, bytes, dtypes
 def run(name, layout, main, dtype="fp32"):
     """main(engine) on every rank."""
@@ -59,6 +66,7 @@ def run(name, layout, main, dtype="fp32"):
     "name, before, after",
     [
         ("lion", "dp=2,zero=1", "tp=2,zero=3"),
+        ("ademamix", "tp=2,zero=2", "dp=2,zero=1,offload=cpu"),
         ("adagrad", "tp=2,zero=2", "dp=2,zero=1,offload=cpu"),
         ("lamb", "dp=2,zero=3", "tp=2,pp=2,zero=0"),
         ("muon", "dp=2,zero=3", "tp=2,pp=2,zero=1"),

@@ -1,29 +1,33 @@
-"""Flags of Megatron's forks: one table a fork.
+"""Flags of Megatron's forks: one table a fork; `WORDS`, all of them for the readers of flags and files.
 
 A `Dialect` has these parts. `names` are flags with an option here under another name; the value of a name is
-the flag here, or a flag with its value for a switch. `phrases` are flags with values that stand for several
-flags here; another value is refused. `readers` are flags with the words of an option here in another form:
-the option, and the function (words, flag) → words of the option. `answers` are flags without an option:
-accepted where they change no number, refused with the reason where they do (`unsupported.py`). Names of
-Megatron itself are in `unsupported*.py` and in the options; a flag that several forks have is in the first
-table that has it.
+the flag here, or a flag with its value for a switch. `readers` are flags that stand for options here in another
+form: the first of these options, and the function (words, flag) → settings (`word_readers.py`). `answers` are
+flags without an option: accepted where they change no number, refused with the reason where they do
+(`unsupported.py`). Names of Megatron itself are in `unsupported*.py` and in the options, but for its readers; a flag that several forks have is in
+the first table that has it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
 from ...config.sources.answers import OFF, Answer, table
+from ...config.sources.foreign_words import ForeignWords, Reader
 from ...features import Later
 
-Reader = Callable[[Sequence[str], str], list[str]]
+own = partial(Later, __package__)
 
 SPLITS = "...data.loading.weighted_splits"
 DEFAULT_KERNELS = "kernels are chosen by what the device supports"
 DEFAULT_LAYERS = "there is one implementation of each layer"
 FOREIGN_LAYERS = "the layers of a model are chosen by its options. Remove it."
 
+
+# The bounds of Llama 3's scaling of rotary frequencies, as flags of forks.
+LLAMA_3 = {"--low-freq-factor": ("1", "1.0"), "--high-freq-factor": ("4", "4.0")}
 
 T = TypeVar("T")
 
@@ -34,9 +38,18 @@ class Dialect:
 
     project: str
     names: Mapping[str, str] = field(default_factory=dict)
-    phrases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     readers: Mapping[str, tuple[str, Reader]] = field(default_factory=dict)
     answers: Mapping[str, Answer] = field(default_factory=dict)
+
+
+def one_of(option: str, flags: Mapping[str, str]) -> tuple[str, Reader]:
+    """Return the reader of a flag whose words stand for flags here, "" for none."""
+    return option, partial(own(".word_readers:one_of"), flags)
+
+
+def in_words(option: str, words: Later) -> tuple[str, Reader]:
+    """Return the reader of a flag whose words are those of an option here in another form."""
+    return option, partial(own(".word_readers:in_words"), option, words)
 
 
 def _weighted_split_readers() -> dict[str, tuple[str, Reader]]:
@@ -45,11 +58,10 @@ def _weighted_split_readers() -> dict[str, tuple[str, Reader]]:
     for part in ("train", "valid", "test"):
         flag = f"--{part}-weighted-split-paths"
         option = f"--{part}-data-path"
-        readers[flag] = (option, Later(__package__, f"{SPLITS}:words_of_groups"))
-        readers[f"{flag}-path"] = (
-            option,
-            Later(__package__, f"{SPLITS}:file_of_groups"),
-        )
+        words = Later(__package__, f"{SPLITS}:words_of_groups")
+        file = Later(__package__, f"{SPLITS}:file_of_groups")
+        readers[flag] = in_words(option, words)
+        readers[f"{flag}-path"] = in_words(option, file)
     return readers
 
 
@@ -60,20 +72,22 @@ BIGSCIENCE = Dialect(
         "--pad-vocab-size-to": "--padded-vocab-size",
         "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt-param-scheduler",
     },
-    phrases={
-        "--pp-partition-method": {
-            "type:transformer": "",
-            "uniform": "",
-            "parameters": "",
-            "type:transformer|embedding": "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-        },
-        "--eval-only": {
-            "True": "--skip-train",
-            "true": "--skip-train",
-            "1": "--skip-train",
-        },
+    readers={
+        **_weighted_split_readers(),
+        "--pp-partition-method": one_of(
+            "--account-for-embedding-in-pipeline-split",
+            {
+                "type:transformer": "",
+                "uniform": "",
+                "parameters": "",
+                "type:transformer|embedding": "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            },
+        ),
+        "--eval-only": one_of(
+            "--skip-train", dict.fromkeys(("True", "true", "1"), "--skip-train")
+        ),
+        "--glu-activation": ("--activation", own(".block_words:gated")),
     },
-    readers=_weighted_split_readers(),
     answers=table(
         accepted={
             DEFAULT_KERNELS: "--abort-on-unmet-fused-kernel-constraints",
@@ -85,14 +99,12 @@ BIGSCIENCE = Dialect(
             "--num-workers counts the threads of each part of the data": "--valid-num-workers",
         },
         refused={
-            "for swiglu write --swiglu, and --ffn-hidden-size, which is 4 times --hidden-size there unless it is "
-            "given. For geglu write --activation geglu, whose gelu is the tanh approximation. liglu and reglu are not "
-            "available.": "--glu-activation",
             "spans of tokens are not masked. Remove it.": "--noise-density --mean-noise-span-length",
             "megatron-ds generate continues texts, megatron-ds train --skip-train evaluates. Remove it.": "--inference",
             "write --finetune, which loads weights only and starts at the first step.": "--reset-progress",
-            "the loss is that of all tokens alike. Remove it.": "--norm-target-loss",
-            "every token sees only the tokens before it. Remove it.": "--prefix-lm --prefixlm --loss-on-targets-only --reweight-loss-based-on-position-frequency",
+            "it is of corpora of questions and answers, two files each, which are not read. megatron-ds preprocess "
+            "--chat makes such a corpus, and --sft trains on its answers, of which every token weighs alike. Remove it.": "--norm-target-loss --norm-target-loss-by-length --loss-on-targets-only",
+            "every token sees only the tokens before it. Remove it.": "--prefix-lm --prefixlm --reweight-loss-based-on-position-frequency",
             "write learning rates that follow the width as --param-group (docs/scale/optimizers.md).": "--mup --mup-attn-mult --mup-input-mult --mup-output-mult",
         },
         only={},
@@ -119,13 +131,15 @@ MEGATRON_LLAMA = Dialect(
 LLM_JP = Dialect(
     "llm-jp/Megatron-LM and rioyokotalab/Megatron-Llama2",
     names={"--wandb-name": "--wandb-exp-name"},
+    readers={
+        "--use-z-loss": one_of("--z-loss-strength", {"": "--z-loss-strength 1e-4"}),
+    },
     answers=table(
         accepted={
             "the launcher is recognised from the environment": "--use-mpi",
         },
         refused={
             "a fixed identifier would continue a run of W&B. Remove it.": "--wandb-id",
-            "the loss has no term of the normalizer of the softmax. Remove it.": "--use-z-loss --z-loss-strength",
         },
         only={},
     ),
@@ -139,10 +153,42 @@ MINDSPEED = Dialect(
         "--attn-logit-softcapping": "--attention-logit-softcapping",
         "--output-logit-softcapping": "--final-logit-softcapping",
         "--post-norm": "--norm-after-sublayer",
+        "--num-layer-list": "--pipeline-layout",
+        "--moe-intermediate-size": "--moe-ffn-hidden-size",
+        "--n-group": "--moe-router-num-groups",
+        "--topk-group": "--moe-router-group-topk",
+        "--routed-scaling-factor": "--moe-router-topk-scaling-factor",
+        "--embedding-multiplier-scale": "--embedding-multiplier",
+        "--beta-fast": "--yarn-beta-fast",
+        "--beta-slow": "--yarn-beta-slow",
+        "--rope-scaling-beta-fast": "--yarn-beta-fast",
+        "--rope-scaling-beta-slow": "--yarn-beta-slow",
+        "--rope-scaling-mscale": "--yarn-mscale",
+        "--rope-scaling-mscale-all-dim": "--yarn-mscale-all-dim",
+        "--rope-scaling-original-max-position-embeddings": "--original-max-position-embeddings",
+    },
+    readers={
+        "--first-k-dense-replace": (
+            "--moe-layer-freq",
+            own(".block_words:first_dense"),
+        ),
+        "--n-shared-experts": (
+            "--moe-shared-expert-intermediate-size",
+            own(".block_words:shared_experts"),
+        ),
+        "--norm-topk-prob": (
+            "--moe-router-pre-softmax",
+            own(".block_words:normalized_weights"),
+        ),
+        "--rope-scaling-type": (
+            "--position-embedding-type",
+            own(".rotary_words:scaled"),
+        ),
     },
     answers=table(
         accepted={
-            DEFAULT_KERNELS: "--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-fused-softmax "
+            "on GPUs tensors are sent by NCCL, and gloo connects the ranks for control messages alone": "--disable-gloo-group --hccl-slice-size",
+            DEFAULT_KERNELS: "--shape-order --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-fused-softmax "
             "--use-fused-ring-attention-update --use-fusion-attn-v2 "
             "--use-fused-moe-token-permute-and-unpermute "
             "--gemm-gradient-accumulation-fusion --jit-compile --ai-framework --use-fused-mlp",
@@ -151,10 +197,13 @@ MINDSPEED = Dialect(
             "--cp-attention-mask-type --attention-mask-on-cpu",
             "every node opens the data that it can see; index maps are built once a file system": "--no-shared-storage",
             "--load recognises a folder of Hugging Face": "--enable-hf2mg-convert --model-type-hf",
-            "rows of a batch have one length": "--tokenizer-padding-side",
+            "rows of a batch have one length": "--tokenizer-padding-side --variable-seq-lengths",
+            "masks of attention follow from the model and the options of documents": "--attention-mask-type",
+            "the order of additions follows from the layout; a run on one layout repeats bit by bit": "--npu-deterministic",
             "the tokenizers library and the Python code give the same ids": "--tokenizer-not-use-fast",
             "memory only: what is kept or recomputed changes no number": "--reuse-fp32-param --swap-optimizer --swap-optimizer-times --swap-attention --swap-modules "
-            "--recompute-activation-function --recompute-norm --moe-zero-memory "
+            "--recompute-activation-function --recompute-activation-function-num-layers --recompute-norm "
+            "--moe-zero-memory --enable-token-rearrange-opt "
             "--adaptive-memory-optimization --recompute-in-bubble --recompute-in-advance "
             "--moe-zero-memory-num-layers --enable-recompute-layers-per-pp-rank",
             "the router computes in fp32": "--router-gating-in-fp32 --topk-softmax-in-fp32 "
@@ -167,20 +216,37 @@ MINDSPEED = Dialect(
             "norms multiply by their weight; --apply-layernorm-1p by 1 + weight. Write that.": "--add-rmsnorm-offset",
             "layers are not skipped. Write --pipeline-layout for an uneven pipeline.": "--noop-layers",
             "write --softmax-scale with one over the root of the number.": "--query-pre-attn-scalar",
-            "write --moe-shared-expert-intermediate-size, which is this times --moe-ffn-hidden-size.": "--n-shared-experts",
-            "the weights of the chosen experts sum to 1 by default, also those of sigmoids. Remove it and "
-            "--moe-router-pre-softmax, and with --moe-router-load-balancing-type aux_loss also "
-            "--moe-router-topk-scaling-factor, which it undoes.": "--norm-topk-prob",
             "it adds a loss of each sequence, divided by --tensor-model-parallel-size. Write "
             "--moe-router-load-balancing-type seq_aux_loss.": "--seq-aux",
-            "tokens choose their experts. Remove it.": "--fix-router",
+            "every expert would receive the same number of tokens, which tests of speed ask for; the loss is none. "
+            "Remove it.": "--fix-router",
+            "megatron-ds preprocess --chat makes a corpus of conversations, and --sft trains on their answers "
+            "(docs/use/finetune.md). Remove it.": "--stage --is-instruction-dataset --prompt-type --prompt-type-path --neat-pack --padded-samples "
+            "--no-pad-to-seq-lengths --cut-max-seqlen --history-turns --full-shuffle-instruction-dataset",
+            "megatron-ds preprocess --preference makes a corpus of pairs of answers, and --dpo trains on them "
+            "(docs/use/finetune.md). Remove it.": "--is-pairwise-dataset --dpo-loss-type",
+            "experts of a group of devices have no balancing loss of their own. Remove it.": "--moe-device-level-aux-loss-coeff --moe-comm-aux-loss-coeff",
+            "frequencies of long texts are scaled by --rope-scaling-type yarn or llama3. Remove it.": "--longrope-freqs-type --long-factor --short-factor --long-mscale --short-mscale",
             "write --moe-shared-expert-gate.": "--shared-expert-gate",
         },
         only={
-            "--first-k-dense-replace": Answer(
-                "no layer is dense because of it",
-                "write the layers with experts as --moe-layer-freq: for K = 3 of 27 layers ([0]*3+[1]*24).",
-                ("0", "-1", *OFF),
+            **{
+                flag: Answer(
+                    "it is that of Llama 3",
+                    "--use-rope-scaling has the numbers of Llama 3. Remove it.",
+                    (*values, *OFF),
+                )
+                for flag, values in LLAMA_3.items()
+            },
+            "--optimizer-selection": Answer(
+                "AdamW has one implementation",
+                "write --optimizer.",
+                ("fused_adamw", "fused_torch_adamw", *OFF),
+            ),
+            "--output-layer-slice-num": Answer(
+                "the output layer is one product",
+                "the output layer is one product. Remove it.",
+                ("1", *OFF),
             ),
             "--shared-expert-gate-output-dimension": Answer(
                 "the gate of the shared experts is one number",
@@ -193,7 +259,11 @@ MINDSPEED = Dialect(
 
 PAI = Dialect(
     "alibaba/Pai-Megatron-Patch",
-    names={"--patch-tokenizer-type": "--tokenizer-type"},
+    names={
+        "--patch-tokenizer-type": "--tokenizer-type",
+        "--intermediate-size": "--ffn-hidden-size",
+        "--n-head-kv": "--num-query-groups",
+    },
     answers=table(
         accepted={
             "samples have --seq-length tokens; longer padding is that of fine-tuning": "--max-padding-length",
@@ -227,9 +297,7 @@ SWISS_AI = Dialect(
     answers=table(
         accepted={},
         refused={
-            "every token counts in the loss. Remove it.": "--goldfish-loss --goldfish-h --goldfish-k",
             "this activation is not available. Remove it.": "--xielu",
-            "this optimizer is not available. Remove it.": "--ademamix-alpha --ademamix-alpha-warmup --ademamix-beta3 --ademamix-beta3-warmup",
         },
         only={
             "--qknorm-impl": Answer(
@@ -323,7 +391,65 @@ MEGABLOCKS = Dialect(
     ),
 )
 
+BIGCODE = Dialect(
+    "bigcode-project/Megatron-LM",
+    names={
+        "--tokenizer-file": "--tokenizer-model",
+        "--wandb-entity-name": "--wandb-entity",
+        "--wandb-project-name": "--wandb-project",
+    },
+    readers={
+        "--attention-head-type": one_of(
+            "--num-query-groups",
+            {"multihead": "", "multiquery": "--num-query-groups 1"},
+        ),
+    },
+    answers=table(
+        accepted={
+            "the log has the time of each line, and of the rank that writes it": "--structured-logs --structured-logs-dir",
+            "it changes what is timed, no number of the run": "--transformer-timers",
+        },
+        refused={},
+        only={},
+    ),
+)
+
+ATTENTION_BENCHMARK = Dialect(
+    "elena-lyulina/Megatron-LM-Attention-Benchmark",
+    names={"--use-packed-seq-params": "--reset-attention-mask"},
+)
+
+PIER = Dialect(
+    "zetsunozomi/Pier-LLM-Pretraining",
+    answers=table(
+        accepted={},
+        refused={
+            "all data-parallel ranks make the same step; there is no outer optimizer over groups that differ. Remove it.": "--outer-optimizer --outer-sync-interval --num-subgroup --momentum-warmup-steps",
+        },
+        only={},
+    ),
+)
+
+SIMULATORS = Dialect(
+    "fwyc0573/Megatron-LM",
+    answers=table(
+        accepted={},
+        refused={
+            "ranks are not simulated: megatron-ds train --dry-run plans a run of any size on one process. Remove it.": "--do-trace --trace-start --nsight-start --fake-dp --fake-gpus-per-node --fake-local-rank --fake-pp "
+            "--fake-tp --fake-world-size --fake-wrank --fake-current-rank-id",
+            "write --tokenizer-type.": "--main-tokenizer-type",
+        },
+        only={},
+    ),
+)
+
+PATTERN = ("--num-layers", own(".hybrid_pattern:settings_of_pattern"))
+# Names of the pattern of a hybrid model; the second is the older one.
+PATTERN_FLAGS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+MEGATRON = Dialect("NVIDIA/Megatron-LM", readers=dict.fromkeys(PATTERN_FLAGS, PATTERN))
+
 DIALECTS = (
+    MEGATRON,
     BIGSCIENCE,
     MEGATRON_LLAMA,
     LLM_JP,
@@ -335,6 +461,10 @@ DIALECTS = (
     ZYPHRA,
     ARGONNE,
     MEGABLOCKS,
+    BIGCODE,
+    ATTENTION_BENCHMARK,
+    PIER,
+    SIMULATORS,
 )
 
 
@@ -347,10 +477,23 @@ def _joined(tables: Iterable[Mapping[str, T]]) -> MappingProxyType[str, T]:
 
 
 FORK_NAMES = _joined(dialect.names for dialect in reversed(DIALECTS))
-FORK_PHRASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {name: values for dialect in DIALECTS for name, values in dialect.phrases.items()}
-)
-FORK_READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
-    {name: reader for dialect in DIALECTS for name, reader in dialect.readers.items()}
-)
+FORK_READERS = _joined(dialect.readers for dialect in reversed(DIALECTS))
 FORK_FLAGS = _joined(dialect.answers for dialect in reversed(DIALECTS))
+
+
+def _projects() -> dict[str, str]:
+    """Return the mapping flag of a fork → its project. If two dialects have a flag, the first counts."""
+    projects: dict[str, str] = {}
+    for dialect in reversed(DIALECTS):
+        projects |= dict.fromkeys(dialect.names, dialect.project)
+    return projects
+
+
+WORDS = ForeignWords(
+    names=FORK_NAMES,
+    projects=_projects(),
+    readers=FORK_READERS,
+    answer_to_flag=own(".unsupported:answer_to_flag"),
+    read_yamls=own(".neox_yaml:read_yamls"),
+    read_deepspeed=own(".deepspeed_json:read_deepspeed"),
+)

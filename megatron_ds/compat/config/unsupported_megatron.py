@@ -8,7 +8,12 @@ from ...config.sources.answers import OFF, Answer, table
 
 # Values of --spec that name the layers which options choose anyway: Megatron's own, and Huawei's for Qwen 3,
 # which is the same with --qk-layernorm.
+HYBRID_LAYERS = "megatron.core.models.hybrid.hybrid_layer_specs"
 DEFAULT_SPECS = (
+    # Those of pretrain_hybrid.py, whose layers are in --hybrid-layer-pattern.
+    f"{HYBRID_LAYERS} hybrid_stack_spec",
+    f"{HYBRID_LAYERS} mamba_stack_spec",
+    "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
     "local",
     "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec",
     "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec",
@@ -56,6 +61,8 @@ MEGATRON_FLAGS = table(
         "data-parallel ranks": "--no-use-layer-wise-param-layout --num-distributed-optimizer-instances",
         "no effect yet: selective recomputation is that of core attention alone. What is recomputed changes "
         "memory and time, no number": "--recompute-modules",
+        "it describes layers of Mamba, of which a pattern here has none": "--mamba-head-dim --mamba-num-groups --mamba-num-heads --mamba-state-dim",
+        "the launcher is recognised from the environment": "--master-addr --master-port",
         "rank 0 logs progress, other ranks warnings": "--logging-level",
         "no feature needs it": "--enable-experimental",
         "the log and metrics.jsonl have the progress of a run": "--log-progress",
@@ -68,6 +75,8 @@ MEGATRON_FLAGS = table(
         "to exchange": "--force-ds-sequence-parallel",
     },
     refused={
+        "layers of Mamba are not available: write --hybrid-layer-pattern with attention (*), and a feed-forward (-) or "
+        "experts (E) after each.": "--hybrid-attention-ratio --hybrid-mlp-ratio",
         "attention is not divided into chunks of a sequence. Remove it.": "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
         "--ds-sequence-parallel-fpdt-offloading",
         "attention sees all keys that its options name. Remove it.": "--dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "

@@ -34,11 +34,12 @@ from ...config.sources.flags import (
     settled,
     spellings,
 )
+from ...config.sources.foreign_words import foreign_words
 from ...config.sources.reading import SourceReading, attempt
 from ...errors import ConfigError
 from ..config.deepspeed_json import reading_of, unique_keys
 from ..config.deepspeed_spellings import loads
-from ..config.dialects import FORK_READERS
+from ..config.dialects import PATTERN_FLAGS
 from ..config.neox_yaml import is_neox, read_neox
 from ..config.unsupported import answer_to_flag
 from .budget import MOST_FLAGS, MOST_RANKS, MOST_WORDS
@@ -58,6 +59,12 @@ OPEN_IN_JSON = (
 # A name in capitals or a variable, which sed would replace in a template.
 TEMPLATE_NAME = re.compile(
     r"(?<=[:\s\[,])(?:(?!true|false|null)[A-Z][A-Z0-9_a-z]*|\$\{\w+\})(?=\s*[,}\]\n])"
+)
+
+
+NO_PATTERN = (
+    "without --hybrid-layer-pattern all its layers are Mamba layers, which are not available. Give a pattern such as "
+    "*-*-, or start pretrain_gpt.py."
 )
 
 
@@ -146,6 +153,8 @@ def _assessed(
         ranks = training.ranks
         fewest = _fewest(line, readings)
         ranks = fewest if ranks is None or ranks % fewest and ranks < fewest else ranks
+    if _is_hybrid(training.script) and not {*map(canonical, words)} & {*PATTERN_FLAGS}:
+        verdicts.append(Verdict(training.script, "", Kind.REFUSED, NO_PATTERN))
     # The rules of the configuration, without values that are not known.
     defaults = {"model": "bert"} if "bert" in training.script else {}
     problems: list[str] = []
@@ -223,15 +232,21 @@ def _read_words(
     return settled(line), verdicts, unread, kept
 
 
+def _is_hybrid(script: str) -> bool:
+    """Return whether a script trains Megatron's hybrid models."""
+    return bool(re.search(r"mamba|hybrid", script.rpartition("/")[2]))
+
+
 def _of_flag(
     typed: str, flag: str, words: list[str]
 ) -> tuple[Verdict, CommandLine, set[str]]:
     """Return (verdict, what the flag sets, the paths whose value is open)."""
     value = shown(" ".join(words))
-    meaning = FORK_READERS.get(flag, (flag, None))[0]
+    meaning = foreign_words().readers.get(flag, (flag, None))[0]
     spelling = spellings().get(meaning)
     closed = [word for word in words if not IS_OPEN.search(word)]
-    if (unknown := _not_known(flag, spelling, words, closed)) is not None:
+    takes_words = spelling and (not spelling.is_switch or meaning != flag)
+    if (unknown := _not_known(flag, spelling, words, closed, takes_words)) is not None:
         kind, text = (
             (Kind.DONE, spelling.option.flag) if spelling else (Kind.ACCEPTED, "")
         )
@@ -269,7 +284,11 @@ def _of_flag(
 
 
 def _not_known(
-    flag: str, spelling: Spelling | None, words: Sequence[str], closed: Sequence[str]
+    flag: str,
+    spelling: Spelling | None,
+    words: Sequence[str],
+    closed: Sequence[str],
+    takes_words: bool | None,
 ) -> str | None:
     """Return why the value of a flag is not known here; None if it is."""
     has_open = len(closed) < len(words)
@@ -279,7 +298,7 @@ def _not_known(
             answer.values is None or not set(answer.values) <= set(OFF)
         )
         return "value not known here" if has_open and not closed and depends else None
-    if has_open and not spelling.is_switch and (spelling.option.is_list or not closed):
+    if has_open and takes_words and (spelling.option.is_list or not closed):
         return "value not known here"
     return "a gap that the reader fills" if _is_gap(spelling, closed) else None
 

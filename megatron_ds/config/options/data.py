@@ -19,6 +19,9 @@ HF_TOKENIZERS = (
     "MistralTokenizer",
     "YiTokenizer",
     "FalconTokenizer",
+    "TokenizerFromFile",
+    "MixtralTokenizer",
+    "BloomTokenizerFromHF",
 )
 
 

@@ -77,6 +77,7 @@ class ModelConfig(
     position_embedding_type: str = option(
         "learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
+        values={"rotary": "rope"},
         switches={
             "--use-rotary-position-embeddings": "rope",
             "--no-position-embedding": "none",

@@ -40,6 +40,7 @@ class MoEOptions:
     )
     moe_layer_freq: str = option(
         "1",
+        values={"-1": "1"},
         strip="\"'",
         needs=EXPERTS,
         help="Which layers have experts, counting from 0: N for layers 0, N, 2N, …; or one 0 or 1 for each "

@@ -387,6 +387,7 @@ class TrainConfig(
     eval_iters: int = option(
         100,
         at_least=0,
+        values={"-1": 0},
         unit="iterations",
         help="Batches of one evaluation; 0 turns evaluation off.",
     )

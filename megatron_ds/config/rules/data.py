@@ -34,14 +34,7 @@ def corpus(config: RunConfig) -> Iterator[str]:
             f"Give only one{hint if data.mock_data else ''}."
         )
     # Parts of the source.
-    if data.split is not None and not data.is_divided_by_split:
-        why = (
-            "each split has its own path"
-            if paths or data.per_split_data_args_path
-            else "there is none"
-        )
-        yield f"[split] divides the corpora of --data-path, but {why}. Remove it."
-    elif data.split is not None and not _is_split(data.split):
+    if data.split is not None and not _is_split(data.split):
         yield (
             "[split] is not a list of up to three proportions, none negative and not all zero. Use for "
             "instance 969,30,1, or 98,2,0 for no test set."

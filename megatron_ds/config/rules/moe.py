@@ -306,7 +306,6 @@ def balanced_choice(config: RunConfig) -> Iterator[str]:
     if config.model.num_experts is None or config.model.moe_choice == "top-k":
         return
     by_experts = config.model.moe_choice == "expert_choice"
-    parallel = config.parallel
     excluded = (*GROUPS, BIAS, *((CAPACITY_FACTOR,) if by_experts else ()))
     why = (
         "each expert takes an equal number of tokens, whatever the scores of others"
@@ -335,22 +334,6 @@ def balanced_choice(config: RunConfig) -> Iterator[str]:
             "[moe_router_load_balancing_type]: an expert compares the tokens of a sequence, so earlier "
             "tokens would depend on later ones, which [model] must not see. Use "
             f"aux_loss{other_models()}."
-        )
-    if (
-        not by_experts
-        and parallel.sequence_parallel
-        and parallel.tensor_model_parallel_size > 1
-    ):
-        yield (
-            "[moe_router_load_balancing_type] compares the tokens of a micro-batch, but with "
-            "[sequence_parallel] and [tensor_model_parallel_size] a rank has only some of them, so the "
-            "result would depend on the layout. Remove --sequence-parallel, or use aux_loss."
-        )
-    elif not by_experts and parallel.context_parallel_size > 1:
-        yield (
-            "[moe_router_load_balancing_type] compares the tokens of a micro-batch, but with "
-            "[context_parallel_size] a rank has only some of them, so the result would depend on the "
-            "layout. Use --context-parallel-size 1, or aux_loss."
         )
 
 

@@ -16,7 +16,7 @@ from ..options.moe import MOE_PATHS
 from ..options.parallel import ACCOUNTS, COUNTS
 from ..run import RUN, RunConfig, Source, all_options
 from ..training_schedule import parse_batch_steps
-from .reading import PartOf, Setting, reject
+from .reading import Deferred, Setting, is_deferred, reject
 from .useless_options import SAVING, without, without_useless_options
 
 
@@ -58,17 +58,19 @@ def combined(
 
     scripted: values of the entry script
     """
+    # A deferred flag stands beside another value of its option, which it may read.
+    late = [setting for setting in flags if is_deferred(setting)]
+    plain = [setting for setting in flags if not is_deferred(setting)]
     chosen = {
-        setting.path: setting for setting in (*scripted, *reversed(files), *flags)
+        setting.path: setting for setting in (*scripted, *reversed(files), *plain)
     }
     config = RunConfig(world_size=world_size)
-    for setting in sorted(chosen.values(), key=lambda s: isinstance(s.value, PartOf)):
+    for setting in (*sorted(chosen.values(), key=is_deferred), *late):
         value = setting.value
-        if isinstance(value, PartOf):
-            whole = config.get(value.path)
-            if whole is None:  # reported by `missing`
+        if isinstance(value, Deferred):
+            value = value.of(config)
+            if value is None:
                 continue
-            value = whole * value.part
         config = config.with_values({setting.path: value}, setting.source)
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)

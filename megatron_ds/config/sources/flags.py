@@ -15,7 +15,7 @@ from ...features import missing_wings, per_features
 from ..options.option import Option, coerce
 from ..run import Source, all_options
 from .foreign_words import foreign_words
-from .reading import Setting, SourceReading
+from .reading import Setting, SourceReading, is_deferred
 
 CONFIG_FLAG = "--config"
 DEEPSPEED_FLAG = "--deepspeed-config"
@@ -122,10 +122,10 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
             # Options, under their own names and under those of others.
             elif flag in spellings():
                 line.settings.append(_setting(flag, words))
-            elif flag in foreign.phrases:
-                line.settings += _of_phrase(flag, words)
             elif flag in foreign.readers:
-                line.settings.append(_of_reader(flag, words))
+                if not (found := foreign.readers[flag][1](words, flag)):
+                    line.without_effect[flag] = "its value asks for the default"
+                line.settings += found
             else:
                 _without_option(line, typed, words)
         except ConfigError as error:
@@ -261,26 +261,6 @@ def _setting(flag: str, words: list[str]) -> Setting:
     return Setting(option.path, coerce(option, raw, flag), source)
 
 
-def _of_phrase(flag: str, words: list[str]) -> list[Setting]:
-    """Return the settings of a flag of a fork that stands for several flags."""
-    value = " ".join(words).strip("'\"")
-    known = foreign_words().phrases[flag]
-    if value not in known:
-        raise ConfigError(
-            f"{flag} {value} is not available. It may be {', '.join(known)}."
-        )
-    return [
-        replace(_setting(other, []), source=Source("flag", flag))
-        for other in known[value].split()
-    ]
-
-
-def _of_reader(flag: str, words: list[str]) -> Setting:
-    """Return the setting of a flag of a fork with words in another form."""
-    other, reader = foreign_words().readers[flag]
-    return replace(_setting(other, reader(words, flag)), source=Source("flag", flag))
-
-
 def _one_word(flag: str, words: list[str], option: Option) -> str:
     if not words:
         raise ConfigError(f"{flag} needs {option.noun} after it.")
@@ -346,6 +326,8 @@ def _contradictions(settings: Sequence[Setting]) -> list[str]:
     wrong = []
     last: dict[str, Setting] = {}
     for setting in settings:
+        if is_deferred(setting):
+            continue
         option = all_options()[setting.path]
         before = last.get(setting.path)
         pair = {option.flag, option.negative, *option.flags}

@@ -12,11 +12,11 @@ from typing import Any
 from ...errors import ConfigError
 from ...features import Provided
 from .answers import Answer
-from .reading import SourceReading
+from .reading import Setting, SourceReading
 
 FOREIGN_WORDS: Provided[Any] = Provided("foreign words")
 
-Reader = Callable[[Sequence[str], str], list[str]]
+Reader = Callable[[Sequence[str], str], list[Setting]]
 
 
 def _no_answer(flag: str) -> Answer | None:
@@ -36,8 +36,7 @@ class ForeignWords:
 
     names           flag → the flag here, or for a switch the flag and its value
     projects        flag of `names` → the project that has it
-    phrases         flag → its value → several flags here
-    readers         flag → (flag here, function (words, flag) → words of the flag here)
+    readers         flag → (flag here, whose value is unknown if the words are, function (words, flag) → settings)
     answer_to_flag  flag without an option here → `Answer`; None for an unknown one
     read_yamls      files of --config → readings; None: each file is one of this package
     read_deepspeed  file of --deepspeed_config → reading
@@ -45,7 +44,6 @@ class ForeignWords:
 
     names: Mapping[str, str] = field(default_factory=dict)
     projects: Mapping[str, str] = field(default_factory=dict)
-    phrases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     readers: Mapping[str, tuple[str, Reader]] = field(default_factory=dict)
     answer_to_flag: Callable[[str], Answer | None] = _no_answer
     read_yamls: Callable[[Sequence[str]], list[SourceReading]] | None = None

@@ -10,22 +10,39 @@ from ..run import Source
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that a source gives to an option. value: already of the option's type, or a `PartOf`."""
+    """A value that a source gives to an option. value: already of the option's type, or `Deferred`."""
 
     path: str
     value: Any
     source: Source
 
 
+class Deferred:
+    """A value that follows from other options, which are known when all sources are merged."""
+
+    def of(self, config: Any) -> Any:
+        """Return the value in a RunConfig with all other settings; None to leave the option as it is."""
+
+
 @dataclass(frozen=True)
-class PartOf:
-    """A fraction of the value of another option, which is known when all sources are merged."""
+class PartOf(Deferred):
+    """A fraction of the value of another option."""
 
     path: str
     part: float
 
+    def of(self, config: Any) -> float | None:
+        """Return the fraction; None without the other value, which `missing` reports."""
+        whole = config.get(self.path)
+        return None if whole is None else whole * self.part
+
     def __str__(self) -> str:
         return f"{self.part:g} × {self.path.split('.')[1]}"
+
+
+def is_deferred(setting: Setting) -> bool:
+    """Return whether the value follows from other options."""
+    return isinstance(setting.value, Deferred)
 
 
 @dataclass

@@ -26,6 +26,7 @@ OF_LOADING = (
     "checkpoint.use_checkpoint_args",
     "checkpoint.no_load_optim",
     "checkpoint.finetune",
+    "checkpoint.exit_on_missing_checkpoint",
 )
 DISK = (
     "zero.nvme_block_size",
@@ -177,6 +178,11 @@ USELESS = (
         ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
         "one rank holds each sequence",
         lambda config: config.parallel.context_parallel_size == 1,
+    ),
+    Useless(
+        ("data.split",),
+        "it divides the corpora of --data-path or --data-args-path, and none is given",
+        lambda config: not config.data.is_divided_by_split,
     ),
     # Files that are not read or written.
     Useless(

@@ -4,11 +4,17 @@ from functools import partial
 from typing import Any
 
 from ...config.model_facts import ModelFacts
-from ...features import Feature, Later, rules_if
+from ...features import Feature, Later, NoEffect, rules_if
 from .options import BertConfig, BertHeadOptions
 
 own = partial(Later, __package__)
 NAME = "bert"
+# Megatron's scripts for a GPT have them, too, and do not read them.
+OF_SAMPLES = ("bert.mask_prob", "bert.short_seq_prob")
+
+
+def _is_other(config: Any) -> bool:
+    return config.model.model != NAME
 
 
 def _implied(config: Any) -> dict[str, tuple[Any, str]]:
@@ -38,6 +44,7 @@ FEATURES = [
                 "BertWordPieceCase": f"{__package__}.tokenizers",
             },
         },
+        useless=[(OF_SAMPLES, NoEffect("it describes samples of BERT", _is_other))],
         models={NAME: ModelFacts(is_causal=False)},
     )
 ]

@@ -9,26 +9,14 @@ section 2). In evaluation the loss is the language loss alone, which no teacher 
 from collections.abc import Callable
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...batch.batch import Batch
 from ...config import RunConfig
 from ...models import MODELS, Loss
 from ...mpu.mesh import Mesh
-from ...ops.logits import row_parts
-from ...tensor_parallel.logits_in_chunks import LogitsInChunks
-from ...tensor_parallel.token_loss import TokenLoss
+from ...tensor_parallel.logits_in_parts import Logits, losses_of, width_of
 from .divergence import Columns, DistilledTokens
 from .options import DistillationConfig
-
-Logits = torch.Tensor | LogitsInChunks
-
-
-def width_of(logits: Logits) -> int:
-    """Return the columns of the vocabulary on this rank."""
-    if isinstance(logits, torch.Tensor):
-        return logits.shape[-1]
-    return len(logits.weight)
 
 
 def distillation_loss(config: RunConfig, mesh: Mesh) -> Callable[[Logits, Batch], Loss]:
@@ -78,36 +66,3 @@ def _weighed(
     return Loss(
         total if per_token else total / tokens.clamp(min=1.0), total.detach(), tokens
     )
-
-
-def losses_of(logits: Logits, loss: TokenLoss) -> torch.Tensor:
-    """logits [s, b, V'/t], which are overwritten → what `loss` has for each token, fp32 [r, s, b]."""
-    if isinstance(logits, LogitsInChunks):
-        return logits.losses(loss)
-    return _InParts.apply(logits, loss)
-
-
-class _InParts(torch.autograd.Function):
-    """A `TokenLoss` of whole logits [s, b, V'/t] → fp32 [r, s, b], some rows at a time. Backward overwrites them."""
-
-    @staticmethod
-    def forward(ctx, logits: torch.Tensor, loss: TokenLoss):
-        ctx.logits = logits.detach().flatten(0, -2)
-        ctx.loss = loss
-        ctx.shape = logits.shape
-        losses = loss.of(row_parts(ctx.logits))
-        return torch.ops.aten._unsafe_view(
-            losses, (*losses.shape[:-1], *logits.shape[:-1])
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dlosses: torch.Tensor):
-        logits = ctx.logits
-        ctx.logits = None
-        assert logits is not None, (
-            "the first backward overwrote the logits: run the forward again"
-        )
-        for _ in ctx.loss.gradients(row_parts(logits), dlosses.flatten(1)):
-            pass
-        return logits.view(ctx.shape), None

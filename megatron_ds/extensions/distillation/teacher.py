@@ -21,6 +21,7 @@ from ...mpu.group import Group
 from ...ops.logits import row_parts
 from ...progress.ramps import Progress
 from ...tensor_parallel.logits_in_chunks import LogitsInChunks
+from ...tensor_parallel.logits_in_parts import Logits, width_of
 from ...tensor_parallel.token_loss import Parts
 from ...training.build import Replica
 from ...training.loaders import Loaders
@@ -28,7 +29,6 @@ from ...training.objective import Prepare
 from ...training.run_start import find_start
 from ...training.start import Start
 from ..evaluation.checkpoint_model import built_and_loaded
-from .distilled_loss import Logits, width_of
 from .divergence import Columns, TeacherTokens
 from .likeliest_tokens import LikeliestTokens, likeliest_tokens
 from .options import DistillationConfig

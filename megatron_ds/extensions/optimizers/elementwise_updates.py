@@ -79,9 +79,9 @@ def adagrad(grad: torch.Tensor, rows: Sequence[UpdateRow], how: AdagradStep) -> 
     for ps, grads, sums, part in _parts(rows, how.divisor):
         torch._foreach_add_(grads, torch._foreach_mul(ps, fp32(how.weight_decay)))
         torch._foreach_add_(sums, torch._foreach_mul(grads, grads))
-        roots = _roots(sums)
-        torch._foreach_add_(roots, fp32(how.eps))
-        torch._foreach_div_(grads, roots)
+        divisors = roots(sums)
+        torch._foreach_add_(divisors, fp32(how.eps))
+        torch._foreach_div_(grads, divisors)
         torch._foreach_mul_(grads, fp32(how.lr))
         torch._foreach_sub_(ps, grads)
         _write_low(part)
@@ -114,7 +114,8 @@ def _parts(rows: Sequence[UpdateRow], divisor: float) -> Iterator[Part]:
             part = []
 
 
-def _roots(values: list[torch.Tensor]) -> list[torch.Tensor]:
+def roots(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the square roots, whose bits do not depend on where tensors are cut."""
     if values[0].device.type == "cpu":
         # In double: torch's root of a long fp32 tensor may be MKL's, which is not rounded to nearest.
         return [v.double().sqrt().to(v.dtype) for v in values]

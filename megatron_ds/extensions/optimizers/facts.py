@@ -50,6 +50,18 @@ ADAGRAD = OptimizerFacts(
     {"eps": ("adagrad_eps",)},
     ("sum",),
 )
+ADEMAMIX = OptimizerFacts(
+    "ademamix",
+    (),
+    {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",)},
+    ("exp_avg", "exp_avg_slow", "exp_avg_sq"),
+    (
+        "ademamix_alpha",
+        "ademamix_beta3",
+        "ademamix_alpha_warmup",
+        "ademamix_beta3_warmup",
+    ),
+)
 LAMB = OptimizerFacts(
     "lamb",
     ("Lamb", "FusedLamb"),

@@ -6,7 +6,7 @@ from ...features import Feature, Later
 from .options import OptimizerOptions
 
 own = partial(Later, __package__)
-NAMES = ("adagrad", "lamb", "lion", "muon")
+NAMES = ("adagrad", "ademamix", "lamb", "lion", "muon")
 
 FEATURES = [
     Feature(

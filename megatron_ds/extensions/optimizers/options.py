@@ -95,8 +95,39 @@ class MuonConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerOptions(MuonConfig):
-    """Numbers of Lion, Adagrad and LAMB, after those of Muon."""
+class SlowMomentumOptions:
+    """Options of AdEMAMix; names and defaults are those of swiss-ai's fork of Megatron-LM."""
+
+    ademamix_alpha: float = option(
+        5.0,
+        at_least=0,
+        help="Weight of the slow momentum in a step (ademamix only).",
+    )
+    ademamix_beta3: float = option(
+        0.999,
+        above=0,
+        below=1,
+        help="Decay rate of the slow momentum (ademamix only).",
+        avoid="The paper has 0.9999, which pays off in long runs.",
+    )
+    ademamix_alpha_warmup: int = option(
+        -1,
+        at_least=-1,
+        unit="iterations",
+        help="Steps in which --ademamix-alpha grows linearly from 0; -1: none (ademamix only).",
+    )
+    ademamix_beta3_warmup: int = option(
+        -1,
+        at_least=-1,
+        unit="iterations",
+        help="Steps in which the decay rate grows from --adam-beta1 to --ademamix-beta3, so that its half-life grows "
+        "linearly; -1: none (ademamix only).",
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerOptions(MuonConfig, SlowMomentumOptions):
+    """Numbers of Lion, Adagrad and LAMB, after those of Muon and AdEMAMix."""
 
     lion_beta1: float = option(
         0.95,

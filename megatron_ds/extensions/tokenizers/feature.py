@@ -6,6 +6,7 @@ from ...features import Feature, Later
 
 own = partial(Later, __package__)
 FILES = f"{__package__}.file_tokenizers"
+FORKS = f"{__package__}.fork_tokenizers"
 
 FEATURES = [
     Feature(
@@ -16,6 +17,8 @@ FEATURES = [
                 "SentencePieceTokenizer": FILES,
                 "Llama2Tokenizer": FILES,
                 "GPT2BPETokenizer": FILES,
+                "TokenizerFromFileWithFIM": FORKS,
+                "JapaneseSentencePiece": FORKS,
                 "HFTokenizer": "HuggingFaceTokenizer",
                 "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
             }

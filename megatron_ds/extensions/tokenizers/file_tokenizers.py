@@ -38,9 +38,14 @@ Pair = tuple[str, str]
 
 @TOKENIZERS.register("HuggingFaceTokenizer", "HFTokenizer")
 class HuggingFaceTokenizer(LibraryTokenizer):
-    """Any `tokenizer.json`, or a folder with one. Its template (such as `[CLS] … [SEP]`) is not applied."""
+    """Any `tokenizer.json`, or a folder with one. Its template (such as `[CLS] … [SEP]`) is not applied.
+
+    added: special tokens that the vocabulary gets where the file does not have them.
+    """
 
     has_backends = True
+    kind = "HuggingFaceTokenizer"
+    added: tuple[str, ...] = ()
 
     def __init__(self, path: str, backend: str = "auto"):
         from tokenizers import Tokenizer
@@ -57,20 +62,19 @@ class HuggingFaceTokenizer(LibraryTokenizer):
                 ) from None
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        tokenizer.add_special_tokens(list(self.added))
         super().__init__(tokenizer, backend)
         self.vocab = tokenizer.get_vocab(with_added_tokens=True)
         check_ids(self.vocab, f"--tokenizer-model {file}")
         self.base_size = tokenizer.get_vocab_size(with_added_tokens=False)
         self.vocab_size = max(self.vocab.values()) + 1
         self.eod = end_of_document(file, self.vocab)
-        self.fingerprint = fingerprint_of(
-            "HuggingFaceTokenizer", tokenizer.to_str().encode()
-        )
+        self.fingerprint = fingerprint_of(self.kind, tokenizer.to_str().encode())
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "HuggingFaceTokenizer":
         (path,) = required_files(
-            options, ("tokenizer_model",), "HuggingFaceTokenizer", folder_ok=True
+            options, ("tokenizer_model",), cls.kind, folder_ok=True
         )
         if os.path.isdir(path) and not os.path.exists(f"{path}/tokenizer.json"):
             raise DataError(
@@ -84,6 +88,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`. No begin and end tokens are added; end of sentence ends a document."""
 
+    kind = "SentencePieceTokenizer"
+
     def __init__(self, path: str):
         sentencepiece = import_extra(f"--tokenizer-model {path}", "sentencepiece", "hf")
         try:
@@ -94,15 +100,20 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{e}."
             ) from None
         self.vocab_size = self._processor.vocab_size()
-        self.eod = self._processor.eos_id()
-        if self.eod < 0:
+        self.eod = self.end_of_document(path)
+        self.fingerprint = fingerprint_of(
+            self.kind, self._processor.serialized_model_proto()
+        )
+
+    def end_of_document(self, path: str) -> int:
+        """Return the token that ends a document. Raises DataError if the model has none."""
+        end = self._processor.eos_id()
+        if end < 0:
             raise DataError(
                 f"--tokenizer-model {path} has no end of sentence token (eos_id is off), which "
                 "ends a document. Train the model with one."
             )
-        self.fingerprint = fingerprint_of(
-            "SentencePieceTokenizer", self._processor.serialized_model_proto()
-        )
+        return end
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "SentencePieceTokenizer":
@@ -124,6 +135,8 @@ class SentencePieceTokenizer(Tokenizer):
 class Llama2Tokenizer(SentencePieceTokenizer):
     """A sentencepiece `.model` as Megatron's Llama2Tokenizer reads it: each text begins with BOS."""
 
+    kind = "Llama2Tokenizer"
+
     def __init__(self, path: str):
         super().__init__(path)
         self._bos = self._processor.bos_id()
@@ -132,8 +145,6 @@ class Llama2Tokenizer(SentencePieceTokenizer):
                 f"--tokenizer-model {path} has no begin of sentence token (bos_id is off), with "
                 "which Llama2Tokenizer begins each text. Use SentencePieceTokenizer."
             )
-        model = self._processor.serialized_model_proto()
-        self.fingerprint = fingerprint_of("Llama2Tokenizer", model)
 
     @property
     def beginning(self) -> tuple[int, ...]:
