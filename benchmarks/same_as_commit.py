@@ -7,7 +7,7 @@
     python $F compare before.json after.json                     # exit code 1 at any difference
     python $F checkpoints ../before .                            # those of one tree resume in the other
 
-`record` runs command lines of a tree on CPUs. It stores every value of metrics.jsonl except times, memory and the version,
+`record` runs command lines of a tree on CPUs. It stores every value of metrics.jsonl except times and memory,
 a SHA-256 of the final weights and of a corpus, and the text of dry runs. `checkpoints` trains three steps in
 the first tree and resumes in both: the next three must be equal at the same layout, and close at another. A
 tree may rename its modules. It runs with its own .venv if it has one, and needs its compiled extensions.
