@@ -159,9 +159,6 @@ class Feature:
     objective  what the run is trained for in place of the model's own loss
     layers     (layers, RunConfig, ParallelContext) -> layers: what becomes of the layers of a model. Runs and their
                plans of memory, traffic and FLOPs have them; conversions are those of the model alone
-    model_layers  (layers, ModelConfig, ParallelContext) -> layers: what its options of the section model make of the
-               layers of a GPT. Conversions have them, too
-    model_fields  names of those options, which a checkpoint and a run that loads it must have alike
     layouts    a function that returns the `models.attention_layouts.AttentionLayouts`, by which layers see some keys
     mixer      (ModelConfig, number of a block) -> `models.mixers.Mixer`, which fills the slot of its attention; None:
                as without the feature
@@ -206,8 +203,6 @@ class Feature:
     models: Mapping[str, Any] = field(default_factory=dict)
     objective: Objective | None = None
     layers: Callable[[list, Any, Any], list] | None = None
-    model_layers: Callable[[list, Any, Any], list] | None = None
-    model_fields: Sequence[str] = ()
     layouts: Callable[[], Any] | None = None
     mixer: Callable[[Any, int], Any | None] | None = None
     after: Sequence[str] = ()

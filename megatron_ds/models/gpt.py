@@ -6,9 +6,10 @@ biases. Each choice is a field of the config, so all mixtures exist too.
 """
 
 from functools import partial
+from typing import Any
 
 from ..config.options.model import ModelConfig
-from ..features import features
+from ..features import Provided
 from ..mpu.context import ParallelContext
 from .architecture import MODELS, language_model
 from .attention import make_rotary
@@ -16,6 +17,16 @@ from .block import block_layers
 from .embedding import WORD_EMBEDDINGS, Embedding
 from .heads import FinalNorm, LanguageModelHead, head_flops
 from .layer import Layer
+
+# What options of a wing make of these layers, in runs and in conversions: an object with `layers`, a function (layers,
+# config, ctx) → layers, and `fields`, the names of these options, which a checkpoint and its run have alike.
+FURTHER: Provided[Any] = Provided("further layers")
+
+
+def further_fields() -> tuple[str, ...]:
+    """Return the names of the options that a wing changes these layers by."""
+    further = FURTHER.find()
+    return () if further is None else further.fields
 
 
 @MODELS.register("gpt")
@@ -40,7 +51,5 @@ def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
             noun="output head",
         ),
     ]
-    for feature in features():
-        if feature.model_layers is not None:
-            layers = feature.model_layers(layers, config, ctx)
-    return layers
+    further = FURTHER.find()
+    return layers if further is None else further.layers(layers, config, ctx)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config.options.model import ModelConfig
-from ..features import features
 from .architecture import MODELS
 from .attention import scaled_rotary_base
 from .attention_layouts import attention_layouts
+from .gpt import further_fields
 from .mixers import mixers_of
 
 # A checkpoint is refused if one differs.
@@ -124,7 +124,12 @@ def model_identity(model: ModelConfig) -> dict:
     added = (name for feature in features() for name in feature.model_fields)
     others = {
         name: value
-        for name in (*FEATURE_FIELDS, *attention_layouts().fields, *of_mixers, *added)
+        for name in (
+            *FEATURE_FIELDS,
+            *attention_layouts().fields,
+            *of_mixers,
+            *further_fields(),
+        )
         if (value := getattr(model, name)) != getattr(ModelConfig, name)
     }
     return experts | {name: getattr(model, name) for name in names} | others

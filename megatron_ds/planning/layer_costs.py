@@ -28,9 +28,9 @@ from ..batch.batch import Batch
 from ..batch.ledger import Ledger
 from ..config import RunConfig
 from ..errors import ConfigError
-from ..features import features
 from ..host.regular_file import read_text
 from ..models import MODELS, Layer
+from ..models.gpt import further_fields
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.context import ParallelContext
@@ -258,6 +258,7 @@ def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]
         ledger,
     )
     output = lambda y: _with_terms(y, ledger)
+    # One layer of each kind, whose weights are freed before the next.
     costs = {}
     first = layers[0].kind
     last = layers[-1].kind
@@ -385,7 +386,7 @@ def _run_key(config: RunConfig, device: torch.device) -> dict:
             config.grid().ep,
             config.grid().etp,
         ],
-        "further": [getattr(m, n) for one in features() for n in one.model_fields],
+        "further": [getattr(m, name) for name in further_fields()],
         "dropout": [m.hidden_dropout, m.attention_dropout],
         "micro_batch_size": train.micro_batch_size,
         "recompute": train.recompute_granularity,

@@ -10,9 +10,17 @@ own = partial(Later, __package__)
 PREDICTING = own(".predicting_layers:predicting_layers")
 
 
-def model_layers(layers: list, config: Any, ctx: Any) -> list:
-    """Return the layers of a GPT, whose head has the depths that the options ask for."""
-    return PREDICTING(layers, config, ctx) if config.mtp_num_layers else layers
+class FurtherDepths:
+    """What the options make of the layers of a GPT (`models.gpt.FURTHER`)."""
+
+    fields = ("mtp_num_layers",)
+
+    def layers(self, layers: list, config: Any, ctx: Any) -> list:
+        """Return the layers, whose head has the depths that the options ask for."""
+        return PREDICTING(layers, config, ctx) if config.mtp_num_layers else layers
+
+
+FURTHER = FurtherDepths()
 
 
 FEATURES = [
@@ -26,7 +34,6 @@ FEATURES = [
             own(".rules:lengths"),
             own(".rules:objectives"),
         ),
-        model_layers=model_layers,
-        model_fields=("mtp_num_layers",),
+        provides={"further layers": own(".feature:FURTHER")},
     )
 ]

@@ -38,7 +38,9 @@ class Blocks:
     def of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the shape of the scales of a matrix; blocks at its ends may be smaller."""
         rows, columns = shape
-        return -(-rows // self.rows), -(-columns // self.columns)
+        of_rows = -(-rows // self.rows)
+        of_columns = -(-columns // self.columns)
+        return of_rows, of_columns
 
 
 def without_scales(
@@ -61,21 +63,23 @@ def without_scales(
             f"{blocks.rows} × {blocks.columns}: {listing(problems, '; ')}. The files are damaged, or of another model: "
             "download them again."
         )
-    return {
-        name: _numbers(tensor, tensors[name + SCALE], blocks)
-        if tensor.dtype == CODES
-        else tensor
-        for name, tensor in tensors.items()
-        if name not in scales
-    }
+    found = {}
+    for name, tensor in tensors.items():
+        if name in scales:
+            continue
+        if tensor.dtype == CODES:
+            tensor = _numbers(tensor, tensors[name + SCALE], blocks)
+        found[name] = tensor
+    return found
 
 
 def _blocks_of(settings: Any, config: Path) -> Blocks:
     """Raises CheckpointError for weights that are quantized in another way."""
     table = settings if isinstance(settings, Mapping) else {}
     size = table.get("weight_block_size")
-    is_pair = isinstance(size, list) and len(size) == 2
-    is_known = is_pair and all(type(n) is int and 1 <= n <= MOST_OF_BLOCK for n in size)
+    numbers = size if isinstance(size, list) else []
+    is_pair = len(numbers) == 2
+    is_known = is_pair and all(map(_is_size, numbers))
     if table.get("quant_method") != METHOD or not is_known:
         raise CheckpointError(
             f"{config} has a {QUANTIZED} with quant_method {table.get('quant_method')!r} and weight_block_size "
@@ -83,7 +87,13 @@ def _blocks_of(settings: Any, config: Path) -> Blocks:
             "[128, 128], are. Give the folder of the model before it was quantized, or one that transformers writes of "
             "its dequantized weights."
         )
-    return Blocks(*size)
+    rows, columns = numbers
+    return Blocks(rows, columns)
+
+
+def _is_size(number: object) -> bool:
+    """Return whether a block may have so many rows or columns."""
+    return type(number) is int and 1 <= number <= MOST_OF_BLOCK
 
 
 def _lonely_scales(scales: set[str], tensors: Stored) -> list[str]:
@@ -112,9 +122,9 @@ def _misfits(tensors: Stored, blocks: Blocks) -> list[str]:
         elif scale.dtype not in SCALES:
             found.append(f"{scale.place} is in {scale.dtype}, not in float32")
         elif tuple(scale.shape) != blocks.of(tensor.shape):
-            found.append(
-                f"{scale.place} has shape {list(scale.shape)} and {list(blocks.of(tensor.shape))} is needed"
-            )
+            needed = list(blocks.of(tensor.shape))
+            shape = list(scale.shape)
+            found.append(f"{scale.place} has shape {shape} and {needed} is needed")
     return found
 
 
