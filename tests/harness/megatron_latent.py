@@ -38,6 +38,7 @@ def main(folder: Path) -> None:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer import multi_latent_attention as latent
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from tests.harness.megatron_core_program import without_gpu
@@ -45,6 +46,7 @@ def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    latent.HAVE_TE = False
     with without_gpu():
         parallel_state.initialize_model_parallel()
         config = MLATransformerConfig(

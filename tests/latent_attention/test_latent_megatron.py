@@ -53,13 +53,14 @@ def test_logits_and_gradients_are_those_of_megatron_core(
     own = {p.spec.name: p for p in modules.parameters()}
     assert own.keys() == theirs["weights"].keys()
     for name, p in own.items():
-        p.data.copy_(theirs["weights"][name])
-    logits = run_layers(modules, None, tokens)
+        rows = theirs["weights"][name]
+        p.data[: len(rows)].copy_(rows)  # ours has rows that fill up the vocabulary
+    logits = run_layers(modules, None, tokens)[..., : model.vocab_size]
     expected = theirs["logits"].transpose(0, 1)
     assert expected.abs().max() > 0.3
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     (logits * theirs["factor"].transpose(0, 1)).sum().backward()
     for name, p in own.items():
         right = theirs["gradients"][name]
-        error = (p.grad - right).abs().max() / right.abs().max()
+        error = (p.grad[: len(right)] - right).abs().max() / right.abs().max()
         assert error < 1e-5, (name, error)
