@@ -4,7 +4,7 @@ Self-attention is the mixer of all blocks that no feature gives another. A featu
 `Feature.mixer`, by the options and the number of a block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,12 +87,18 @@ class Mixer:
         self, config: ModelConfig, seq_length: int, pattern: AttentionPattern
     ) -> LayerFlops:
         """Return the products of one sequence, forward and backward."""
+        weights = sum(into * out for into, out in self.linear_layers(config).values())
+        queries = config.num_attention_heads * config.head_dim
+        scores = 12.0 * pattern.pairs(seq_length) * queries
+        return LayerFlops(float(seq_length * 6 * weights), scores)
+
+    def linear_layers(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
+        """Return the linear layers that tensor-parallel ranks divide, which may have adapters: name → channels into
+        and out of it, of all ranks."""
         h = config.hidden_size
         queries = config.num_attention_heads * config.head_dim
         keys_values = 2 * config.query_groups * config.head_dim
-        projections = 6 * (h * (queries + keys_values) + queries * h)
-        scores = 12.0 * pattern.pairs(seq_length) * queries
-        return LayerFlops(float(seq_length * projections), scores)
+        return {"linear_qkv": (h, queries + keys_values), "linear_proj": (queries, h)}
 
     def head_sizes(self, config: ModelConfig) -> HeadSizes | None:
         """Return the sizes of its core, by which plans count what ranks send; None for a mixer without scores."""

@@ -24,6 +24,7 @@ from . import attention_rows
 from .attention_kernel import ScoreBlock, attention_kernel, places_of
 from .attention_pattern import CAUSAL, FULL
 from .dropout import KeepMask
+from .head_widths import alike, narrowed
 from .kernel_table import CPU, GPU, Operation, random_tensors
 from .key_visibility import CAUSAL_KEYS, KeyVisibility
 from .product import LOW
@@ -186,12 +187,11 @@ def _padded(
     scoring: Scoring = PLAIN,
 ) -> torch.Tensor:
     # Fused kernels of CPUs take one width, and torch would write attention out. Zeros change no score.
-    width = max(q.shape[3], v.shape[3])
-    if width != q.shape[3]:
+    if v.shape[3] > q.shape[3]:
         scoring = replace(scoring, scale=scoring.scale_of(q.shape[3]))
-    wide = (F.pad(t, (0, width - t.shape[3])) for t in (q, k, v))
-    out = attention(*wide, visible, keep=keep, scoring=scoring)
-    return out.unflatten(2, (q.shape[2], -1))[..., : v.shape[3]].flatten(2)
+    out = attention(*alike(q, k, v), visible, keep=keep, scoring=scoring)
+    of_heads = out.unflatten(2, (q.shape[2], -1))
+    return narrowed((of_heads,), (v,))[0].flatten(2)
 
 
 def _suits_rows(

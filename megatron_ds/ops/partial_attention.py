@@ -32,7 +32,9 @@ from ..features import Provided
 from .attention_kernel import OfRows, ScoreBlock, attention_kernel, row_dots
 from .attention_tiles import Runs, Tile, run_tiles, tiles
 from .core_attention import attention
+from .head_widths import alike, narrowed
 from .key_visibility import KeyVisibility
+from .row_sums import finite, merge_, with_empty_rows
 from .scoring import PLAIN, Scoring
 from .work import CallWork, bytes_of, report
 
@@ -53,7 +55,8 @@ class PartialAttention:
     """Output and log-sum-exp of queries over the keys that were added so far.
 
     queries [q, b, n, d]; positions: theirs; visible: which keys they see; keep: what dropout keeps of a tile
-    value_width: channels of a value, if it is not d
+
+    value_width: channels of a value, if it is not the d of a query and a key
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class PartialAttention:
     ):
         self.work = _Work(_heads(queries), positions, visible, scoring, keep)
         q, b, n, d = queries.shape
+        # The sums over tiles are as wide as values.
         width = d if value_width is None else value_width
         # [b, n, q, d], in the memory order of the result, which is then no copy
         self.out = _heads(queries.new_zeros(q, b, n, width, dtype=torch.float32))
@@ -79,7 +83,7 @@ class PartialAttention:
         """Attend to a block of keys and values [k, b, g, d], each key in one block only."""
         for tile, operands in self.work.tiles(keys, values, positions):
             out, sums = operands.kernel.forward(operands)
-            _merge_(self.out[:, :, tile.rows], self.sums[:, :, tile.rows], out, sums)
+            merge_(self.out[:, :, tile.rows], self.sums[:, :, tile.rows], out, sums)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """out [q, b, n * d] in the dtype of the queries, 0 where a query sees no key; and the log-sum-exp
@@ -106,9 +110,10 @@ class PartialGradients:
         keep: Keep | None = None,
     ):
         self.work = _Work(_heads(queries), positions, visible, scoring, keep)
+        # The width of the output is that of the values.
         of_heads = (*queries.shape[:3], -1)
         self.out, self.dout = (_heads(t.view(of_heads)) for t in (result[0], dout))
-        self.sums = _finite(result[1])
+        self.sums = finite(result[1])
         self._dots: torch.Tensor | None = None
         self.dq = torch.zeros_like(queries, dtype=torch.float32)  # [q, b, n, d]
 
@@ -252,13 +257,18 @@ class _Operands:
 
     @property
     def kernel(self) -> "_Kernel":
+        # What the compiled kernel takes is known before a tile is cut: one width, no dropout and no cap, and keys
+        # that are hidden by their positions and documents alone.
         if self.block is not None:
             return _COMPILED
+        # Fused kernels neither drop probabilities nor bound scores.
         if self.keep is not None or self.scoring.cap is not None:
             return _ELEMENTARY
         if self.q.device.type in ("cpu", "meta"):
             return _ON_CPU
         flash = flash_tiles()
+        # FlashAttention takes values as wide as keys, and adds no bias; the memory-efficient kernel takes both
+        # widths of its own.
         alike = self.q.shape[-1] == self.v.shape[-1]
         if alike and self.bias is None and flash is not None and flash.suits(self.q):
             return _FLASH
@@ -299,47 +309,30 @@ class _Kernel(NamedTuple):
 
 
 def _cpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    # torch's kernel of CPUs takes one width, so that the narrower tensors have zeros behind their channels, which
+    # changes no score.
     out, sums = _CPU(
-        *_alike(t.q, t.k, t.v),
+        *alike(t.q, t.k, t.v),
         0.0,
         t.triangle,
         attn_mask=t.bias,
         scale=t.scale,
     )
-    return out[..., : t.v.shape[-1]], _with_empty_rows(sums, t.bias)
+    (out,) = narrowed((out,), (t.v,))
+    return out, with_empty_rows(sums, t.bias)
 
 
-def _cpu_backward(
-    t: _Operands, final: _Final
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dout, q, k, v, out = _alike(final.dout, t.q, t.k, t.v, final.out)
+def _cpu_backward(t: _Operands, final: _Final) -> list[torch.Tensor]:
+    # Gradients of the zeros are left out.
     found = _CPU_BACKWARD(
-        dout,
-        q,
-        k,
-        v,
-        out,
+        *alike(final.dout, t.q, t.k, t.v, final.out),
         final.sums,
         0.0,
         t.triangle,
         attn_mask=t.bias,
         scale=t.scale,
     )
-    dq, dk, dv = (
-        d[..., : of.shape[-1]] for d, of in zip(found, (t.q, t.k, t.v), strict=True)
-    )
-    return dq, dk, dv
-
-
-def _alike(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with zeros up to one width, as torch's attention of CPUs wants them."""
-    width = max(t.shape[-1] for t in tensors)
-    return [_up_to(t, width) for t in tensors]
-
-
-def _up_to(t: torch.Tensor, width: int) -> torch.Tensor:
-    missing = width - t.shape[-1]
-    return F.pad(t, (0, missing)) if missing else t
+    return narrowed(found, (t.q, t.k, t.v))
 
 
 def _gpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -355,7 +348,7 @@ def _gpu_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     )
     # torch pads the rows.
     sums = sums[:, :, : t.q.shape[2]]
-    return out, _with_empty_rows(sums, t.bias)
+    return out, with_empty_rows(sums, t.bias)
 
 
 def _gpu_backward(
@@ -460,7 +453,7 @@ def _without_sink(t: _Operands) -> Scoring:
 def _elementary_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _biased(_scores(t), t.bias)
     sums = scores.logsumexp(-1)
-    p = (scores - _finite(sums)[..., None]).exp()
+    p = (scores - finite(sums)[..., None]).exp()
     values = t.spread(t.v.float())
     return _kept(t, p) @ values, sums
 
@@ -468,6 +461,7 @@ def _elementary_forward(t: _Operands) -> tuple[torch.Tensor, torch.Tensor]:
 def _elementary_backward(
     t: _Operands, final: _Final
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # Products in fp32, with the keys and values of each query head.
     dout = final.dout.float()
     keys = t.spread(t.k.float())
     values = t.spread(t.v.float())
@@ -543,30 +537,6 @@ def _kept(t: _Operands, p: torch.Tensor) -> torch.Tensor:
         return p
     mask, factor = t.keep
     return p * mask * factor
-
-
-def _with_empty_rows(sums: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """-inf for rows without keys, where torch's fused kernels have another number."""
-    return (
-        sums
-        if bias is None
-        else sums.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
-    )
-
-
-def _merge_(
-    out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor
-) -> None:
-    """Merge another part into `out` and its log-sum-exp, in place. A part without keys has -inf."""
-    # exp(more_sums - both), exactly 1 for the first part
-    weight = torch.sigmoid(more_sums - sums).masked_fill_(more_sums == -math.inf, 0.0)
-    out.lerp_(more.float(), weight.unsqueeze(-1))
-    torch.logaddexp(sums, more_sums, out=sums)
-
-
-def _finite(sums: torch.Tensor) -> torch.Tensor:
-    """0 for a row without keys, so that exponentials of its scores are 0 instead of NaN."""
-    return sums.masked_fill(sums == -math.inf, 0.0)
 
 
 def _heads(t: torch.Tensor) -> torch.Tensor:

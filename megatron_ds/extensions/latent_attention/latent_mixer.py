@@ -1,5 +1,6 @@
 """`LatentMixer`: multi-latent attention as the mixer of blocks."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ...config.options.model import ModelConfig
@@ -66,14 +67,27 @@ class LatentMixer(Mixer):
         queries = heads * query_width(config)
         values = heads * config.v_head_dim
         # Elements of the weights, each of which is multiplied once for a token.
-        weights = h * queries
-        if (rank := config.q_lora_rank) is not None:
-            weights = (h + queries) * rank
+        weights = sum(into * out for into, out in self.linear_layers(config).values())
         weights += h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
-        weights += config.kv_lora_rank * (heads * config.qk_head_dim + values)
-        weights += values * h
+        weights += h * (config.q_lora_rank or 0)
         scores = 6.0 * pattern.pairs(seq_length) * (queries + values)
         return LayerFlops(float(6 * seq_length * weights), scores)
+
+    def linear_layers(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
+        h = config.hidden_size
+        heads = config.num_attention_heads
+        queries = heads * query_width(config)
+        keys_values = heads * (config.qk_head_dim + config.v_head_dim)
+        rank = config.q_lora_rank
+        to_queries = (
+            ("linear_q_proj", h) if rank is None else ("linear_q_up_proj", rank)
+        )
+        name, width = to_queries
+        return {
+            name: (width, queries),
+            "linear_kv_up_proj": (config.kv_lora_rank, keys_values),
+            "linear_proj": (heads * config.v_head_dim, h),
+        }
 
     def head_sizes(self, config: ModelConfig) -> HeadSizes:
         heads = config.num_attention_heads

@@ -30,6 +30,8 @@ def implied(config: RunConfig) -> Mapping[str, tuple[Any, str]]:
     }
     if TYPE not in config.sources or model.is_rotary or model.rope_type:
         found["model.rotary_interleaved"] = (True, WHY)
+    if config.get("adapters.lora_rank") is not None:
+        found["adapters.lora_target_modules"] = (_adapted(config), WHY)
     if "yarn" in (_rope_type(config), model.position_embedding_type):
         why = "Megatron's value of --rope-type yarn"
         found["model.original_max_position_embeddings"] = (ORIGINAL, why)
@@ -42,6 +44,20 @@ def settled(config: RunConfig) -> Mapping[str, tuple[Any, str]]:
     if config.model.rope_type is None:
         return {}
     return {TYPE: (config.model.rope_type, f"--rope-type {config.model.rope_type}")}
+
+
+def _adapted(config: RunConfig) -> tuple[str, ...]:
+    """Return the layers that have adapters by default: those that tensor-parallel ranks divide."""
+    of_queries = "linear_q_up_proj"
+    if config.model.q_lora_rank is None:
+        of_queries = "linear_q_proj"
+    return (
+        of_queries,
+        "linear_kv_up_proj",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+    )
 
 
 def _rope_type(config: RunConfig) -> str:

@@ -9,7 +9,9 @@ from torch import nn
 
 from ...config import RunConfig
 from ...config.options.model import ModelConfig
+from ...errors import ConfigError
 from ...models.layer import Layer, LayerFlops
+from ...models.mixers import SELF_ATTENTION, Mixer, mixer_of, mixers_of
 from ...moe.experts import GroupedLinear
 from ...moe.mixture import MixtureOfExperts
 from ...mpu.context import ParallelContext
@@ -19,7 +21,7 @@ from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm, Linear
 from .adapter_dropout import AdapterDropout, BatchUnderWay, ExpertDropout, TokenKeys
 from .dora import DoraExperts, DoraLinear
 from .options import LoraConfig
-from .targets import TARGETS
+from .targets import FEED_FORWARD, TARGETS, Target
 
 # A layer of a block, or of its experts: (module that has it, name in that module, the layer).
 Place = tuple[nn.Module, str, Linear | GroupedLinear]
@@ -42,12 +44,15 @@ def with_adapters(
     ctx: ParallelContext,
 ) -> list[Layer]:
     """Return the layers, whose weights are frozen, with the adapters of the options."""
-    experts = iter(model.experts)
+    _check_targets(model, settings.targets)
+    blocks = iter(enumerate(model.experts))
     adapted = []
     for layer in layers:
         channels = 0
         if layer.is_block:
-            channels = adapted_channels(model, next(experts), settings.targets)
+            number, experts = next(blocks)
+            mixer = mixer_of(model, number)
+            channels = adapted_channels(model, experts, settings.targets, mixer)
         made = partial(_adapted, layer, settings, ctx)
         flops = partial(_flops, layer, settings.rank * channels)
         adapted.append(replace(layer, make=made, flops=flops))
@@ -69,11 +74,27 @@ def _flops(
     )
 
 
-def adapted_channels(model: ModelConfig, experts: int, targets: Sequence[str]) -> int:
+def _check_targets(model: ModelConfig, targets: Sequence[str]) -> None:
+    """Raise ConfigError for a target that no block has, which would have no adapter."""
+    present = set(FEED_FORWARD)
+    for mixer in mixers_of(model):
+        present.update(mixer.linear_layers(model))
+    for name in targets:
+        if TARGETS[name].layer not in present:
+            raise ConfigError(
+                f"--lora-target-modules names {name}, and blocks of this model have {', '.join(sorted(present))}. "
+                "Name some of these."
+            )
+
+
+def adapted_channels(
+    model: ModelConfig,
+    experts: int,
+    targets: Sequence[str],
+    mixer: Mixer = SELF_ATTENTION,
+) -> int:
     """Channels into and out of the adapters that a token passes in a block; experts: 0 for a dense block."""
     h = model.hidden_size
-    queries = model.num_attention_heads * model.head_dim
-    keys = model.query_groups * model.head_dim
     up = 2 if model.is_gated else 1
     of_width = {
         "linear_fc1": lambda f: h + up * f,
@@ -82,14 +103,6 @@ def adapted_channels(model: ModelConfig, experts: int, targets: Sequence[str]) -
         "up_proj": lambda f: h + f,
         "down_proj": lambda f: f + h,
     }
-    of_attention = {
-        "linear_qkv": h + queries + 2 * keys,
-        "linear_proj": queries + h,
-        "q_proj": h + queries,
-        "k_proj": h + keys,
-        "v_proj": h + keys,
-        "o_proj": queries + h,
-    }
     # A token passes the experts that its router chooses, and what all tokens pass.
     widths = [model.ffn_size]
     if experts:
@@ -97,11 +110,24 @@ def adapted_channels(model: ModelConfig, experts: int, targets: Sequence[str]) -
         widths += [width for width in (model.dense_width,) if width]
     total = 0
     for name in targets:
-        if name in of_attention:
-            total += of_attention[name]
-        else:
+        if name in of_width:
             total += sum(map(of_width[name], widths))
+        else:
+            total += _channels_of_mixer(model, TARGETS[name], mixer)
     return total
+
+
+def _channels_of_mixer(model: ModelConfig, target: Target, mixer: Mixer) -> int:
+    """Return the channels of a layer of attention, or of a part of its rows; 0 in a block without it."""
+    layers = mixer.linear_layers(model)
+    if target.layer not in layers:
+        return 0
+    into, out = layers[target.layer]
+    if target.part is None:
+        return into + out
+    keys = model.query_groups * model.head_dim
+    parts = (model.num_attention_heads * model.head_dim, keys, keys)
+    return into + parts[target.part]
 
 
 def _adapted(

@@ -2,6 +2,9 @@
 
 linear_qkv   | q q k v | q q k v | ..    all rows: linear_qkv        some: q_proj, k_proj, v_proj
 linear_fc1   | gate .. | up ..   |       all rows: linear_fc1        some: gate_proj, up_proj
+
+An attention that is no self-attention has layers of its own (`models.mixers.Mixer.linear_layers`), each a target by
+its name.
 """
 
 from dataclasses import dataclass
@@ -26,10 +29,14 @@ TARGETS = {
     "k_proj": Target("linear_qkv", 1),
     "v_proj": Target("linear_qkv", 2),
     "o_proj": Target("linear_proj"),
+    "linear_q_proj": Target("linear_q_proj"),
+    "linear_q_up_proj": Target("linear_q_up_proj"),
+    "linear_kv_up_proj": Target("linear_kv_up_proj"),
     "gate_proj": Target("linear_fc1", 0),
     "up_proj": Target("linear_fc1", 1),
     "down_proj": Target("linear_fc2"),
 }
+FEED_FORWARD = ("linear_fc1", "linear_fc2")
 LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 ALL_LINEAR = "all-linear"
 

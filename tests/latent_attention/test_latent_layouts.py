@@ -1,0 +1,106 @@
+"""Multi-latent attention trains under drawn layouts as in one process."""
+
+import random
+
+import pytest
+
+from megatron_ds.config import parse
+from megatron_ds.errors import ConfigError
+from tests.harness.latent_jobs import EXPERTS, LATENT, RUN, SIZES, YARN
+from tests.harness.layout_comparison import parse_layout
+from tests.harness.layout_runs import stray
+from tests.harness.tiny_jobs import TOLERANCE
+
+pytestmark = pytest.mark.threads
+
+STEPS = 3
+LAYOUTS = 40
+MOST_RANKS = 8
+# Of these each value is drawn; combinations that rules refuse are drawn again.
+RANKS = {"tp": (1, 2), "pp": (1, 2), "dp": (1, 2), "cp": (1, 2)}
+PARTS = {
+    "zero": (0, 1, 2, 3),
+    "recompute": (None, "full", "selective"),
+    "offload": (None, None, "cpu"),
+    "logits": (1, 1, 3),
+}
+SCHEDULES = (None, "zb-h1", "zb-v")
+COMM_TYPES = ("p2p", "all_gather", "a2a")
+MODELS = {
+    "experts": EXPERTS,
+    "dense": ["--num-layers", "3"],
+    "yarn": [*YARN, "--num-layers", "3"],
+    "plain queries": ["--num-layers", "3"],
+    "apart": ["--reset-attention-mask", "--reset-position-ids", "--num-layers", "3"],
+}
+
+
+def job_of(model: str, dropout: float) -> list[str]:
+    own = LATENT[:-2] if model == "plain queries" else LATENT
+    at = RUN.index("--micro-batch-size")
+    rest = [*RUN[:at], *RUN[at + 2 :], "--optimizer", "sgd"]
+    drops = f"--hidden-dropout {dropout} --attention-dropout {dropout}".split()
+    return [*SIZES, *own, *rest, *MODELS[model], *drops, "--lr", "1e-1"]
+
+
+def drawn(draw: random.Random) -> tuple[str, float, str]:
+    """(model, dropout, layout)"""
+    model = draw.choice([*MODELS])
+    sizes = {name: draw.choice(values) for name, values in RANKS.items()}
+    found = dict(sizes) | {name: draw.choice(v) for name, v in PARTS.items()}
+    if sizes["tp"] > 1:
+        found["sp"] = draw.choice((0, 1))
+    if sizes["pp"] > 1:
+        found["schedule"] = draw.choice(SCHEDULES)
+    if sizes["cp"] > 1:
+        found["comm_type"] = draw.choice(COMM_TYPES)
+    if model == "experts" and sizes["dp"] > 1:
+        found["ep"] = draw.choice((1, 2))
+    text = ",".join(f"{name}={v}" for name, v in found.items() if v is not None)
+    return model, draw.choice((0.0, 0.1)), text
+
+
+def is_legal(model: str, dropout: float, layout: str) -> bool:
+    request = parse_layout(layout, mbs="1")
+    if not 1 < request.world_size <= MOST_RANKS:
+        return False
+    try:
+        parse([*job_of(model, dropout), *request.flags], world_size=request.world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def chosen() -> list[tuple[str, float, str]]:
+    draw = random.Random(5)
+    found: dict[tuple[str, float, str], None] = {}
+    while len(found) < LAYOUTS:
+        case = drawn(draw)
+        if is_legal(*case):
+            found[case] = None
+    return [*found]
+
+
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.rest] * (number >= 3))
+    for number, case in enumerate(chosen())
+]
+
+
+@pytest.mark.parametrize("model, dropout, layout", CASES)
+def test_a_drawn_layout_trains_like_one_process(model, dropout, layout):
+    difference, _ = stray(job_of(model, dropout), layout, STEPS)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+
+
+def test_another_scale_of_scores_would_show():
+    """A layout that ignored a part of the model would differ by more than the tolerance."""
+    plain = job_of("yarn", 0.0)
+    other = list(plain)
+    other[other.index("--mscale-all-dim") + 1] = "0.2"
+    from tests.harness.layout_comparison import difference
+    from tests.harness.layout_runs import run_layout
+
+    runs = [run_layout(job, "tp=1,pp=1,dp=1", STEPS) for job in (plain, other)]
+    apart = difference(runs[0].merged, runs[1].merged, runs[0].model)
+    assert not apart.is_within(TOLERANCE["fp32"])
