@@ -16,7 +16,7 @@ from megatron_ds.models.identity import model_identity
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.gpt_runs import make_batch
-from tests.mixers.test_mixer_layouts import DELTA, JOBS, MAMBA, job_of
+from tests.mixers.test_mixer_layouts import DELTA, MAMBA, job_of
 
 pytestmark = pytest.mark.plan
 
