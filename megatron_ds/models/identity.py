@@ -121,7 +121,6 @@ def model_identity(model: ModelConfig) -> dict:
         *(MOE_FIELDS if experts else ()),
     )
     of_mixers = (name for mixer in mixers_of(model) for name in mixer.fields)
-    added = (name for feature in features() for name in feature.model_fields)
     others = {
         name: value
         for name in (

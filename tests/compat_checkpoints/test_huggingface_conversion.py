@@ -187,11 +187,6 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         ("gpt_bigcode", "pp=2"),
         ("gpt_bigcode, a key for each query", "tp=2"),
         ("biogpt", "tp=2"),
-        ("qwen3_next", "dp=2,ep=2"),
-        ("qwen3.5, tied", "tp=2,sp=1"),
-        ("nemotron_h", "tp=2,pp=2"),
-        ("bamba", "tp=2"),
-        ("granite 4", "dp=2,zero=3"),
     ],
 )
 def test_ten_steps_from_a_folder_are_those_of_torch_with_transformers(

@@ -52,7 +52,6 @@ SCALED = dict(
     mscale_all_dim=0.8,
     rope_theta=1e4,
 )
-MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=10)
 STATES = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
@@ -112,36 +111,6 @@ MODELS = {
             num_hidden_layers=4,
             shared_expert_intermediate_size=24,
             mlp_only_layers=[1],
-        ),
-    ),
-    "qwen3.5, tied": (
-        "Qwen3_5ForCausalLM",
-        GATED
-        | STATES
-        | dict(
-            head_dim=16,
-            num_hidden_layers=3,
-            tie_word_embeddings=True,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-        ),
-    ),
-    "bamba": (
-        "BambaForCausalLM",
-        GATED | MAMBA | SMALL_IDS | dict(num_hidden_layers=3, attn_layer_indices=[1]),
-    ),
-    "granite 4": (
-        "GraniteMoeHybridForCausalLM",
-        GATED
-        | MAMBA
-        | dict(
-            num_local_experts=0,
-            shared_intermediate_size=48,
-            position_embedding_type="nope",
-            layer_types=["linear_attention", "full_attention"],
-            embedding_multiplier=3.0,
-            residual_multiplier=0.22,
-            attention_multiplier=0.25,
-            logits_scaling=2.0,
         ),
     ),
     "nemotron_h": (
@@ -453,7 +422,7 @@ def saved(
         .removesuffix("ForPreTraining")
         .removesuffix("LMHead")
     )
-    stem = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}.get(stem, stem)
+    stem = {"Gemma3": "Gemma3Text"}.get(stem, stem)
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}Model" if kind.endswith("Head") else kind)(
         getattr(transformers, f"{stem}Config")(**config)

@@ -1,5 +1,7 @@
 """`HalfBlock`: a layer of a hybrid pattern, x + module(norm(x)), whose module mixes tokens or feeds each forward."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -48,8 +50,9 @@ class HalfBlock(nn.Module):
     def set_recompute(self, granularity: str | None) -> None:
         """What backward computes again: None, "selective" or "full"."""
         self.granularity = Recompute(granularity).granularity
-        if hasattr(self.module, "recompute_core"):
-            self.module.recompute_core = granularity == "selective"
+        module: Any = self.module
+        if hasattr(module, "recompute_core"):
+            module.recompute_core = granularity == "selective"
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute the layer, in training with its recomputation."""

@@ -114,13 +114,27 @@ class ScanMixer(nn.Module):
         )
         weight = self.in_proj.weight
         weight.spec = replace(weight.spec, matrices=Matrices(sizes.groups, sizes.parts))
+        self._make_state(conv_bias)
+        self.make_norm()
+        self.out_proj = RowParallelLinear(
+            sizes.groups * sizes.width,
+            config.hidden_size,
+            ctx,
+            name=f"{name}.out_proj",
+            init_std=output_std,
+            bias=config.add_bias_linear,
+        )
+
+    def _make_state(self, conv_bias: bool) -> None:
+        """Make the weights of the convolution and of the state."""
+        sizes = self.sizes
         # The convolution of each channel, in the rows' order.
         channels = sizes.groups * sum(sizes.channels)
         bound = sizes.taps**-0.5
         self.conv_weight = self.parameter(
             "conv1d.weight", (channels, sizes.taps), within(-bound, bound), decay=True
         )
-        self.conv_bias = None
+        self.conv_bias: ManagedParameter | None = None
         if conv_bias:
             self.conv_bias = self.parameter(
                 "conv1d.bias", (channels,), within(-bound, bound)
@@ -131,15 +145,6 @@ class ScanMixer(nn.Module):
         self.A_log = self.parameter("A_log", (heads,), log_of_factor(), dtype=wide)
         self.dt_bias = self.parameter(
             "dt_bias", (heads,), softplus_of_step(), dtype=wide
-        )
-        self.make_norm()
-        self.out_proj = RowParallelLinear(
-            sizes.groups * sizes.width,
-            config.hidden_size,
-            ctx,
-            name=f"{name}.out_proj",
-            init_std=output_std,
-            bias=config.add_bias_linear,
         )
 
     def parameter(

@@ -6,20 +6,8 @@ Names are those of the files that `save_pretrained` writes. Conv1D weights of GP
 from functools import partial
 
 from ..family import Family, Row
-from .mixer_rows import (
-    BAMBA_ROWS,
-    GRANITE_HYBRID_ROWS,
-    NEMOTRON_H_ROWS,
-    QWEN3_5_ROWS,
-    QWEN3_NEXT_ROWS,
-)
-from .mixer_tables import (
-    BAMBA,
-    GRANITE_HYBRID,
-    NEMOTRON_H,
-    QWEN3_5,
-    QWEN3_NEXT,
-)
+from .mixer_rows import NEMOTRON_H_ROWS, QWEN3_NEXT_ROWS
+from .mixer_tables import NEMOTRON_H, QWEN3_NEXT
 from .predictions import PREDICTING, PREDICTION_ROWS
 from .rows import (
     BIASED_MOE_ROWS,
@@ -189,15 +177,6 @@ FAMILIES = {
             ignored=("mtp.*",),
         ),
         _family(
-            "qwen3_5_text",
-            "Qwen3_5ForCausalLM",
-            QWEN3_5_ROWS,
-            QWEN3_5,
-            prefix="model.",
-            tied=HEAD,
-            ignored=("mtp.*",),
-        ),
-        _family(
             "nemotron_h",
             "NemotronHForCausalLM",
             NEMOTRON_H_ROWS,
@@ -205,22 +184,6 @@ FAMILIES = {
             prefix="backbone.",
             tied=(("lm_head.weight", "backbone.embeddings.weight"),),
             ignored=("mtp.*",),
-        ),
-        _family(
-            "bamba",
-            "BambaForCausalLM",
-            BAMBA_ROWS,
-            BAMBA,
-            prefix="model.",
-            tied=HEAD,
-        ),
-        _family(
-            "granitemoehybrid",
-            "GraniteMoeHybridForCausalLM",
-            GRANITE_HYBRID_ROWS,
-            GRANITE_HYBRID,
-            prefix="model.",
-            tied=HEAD,
         ),
         _family(
             "gpt_oss",

@@ -8,7 +8,7 @@ A group of our rows has all that the heads need which share keys:
     gates           b, a of a gated delta net; dt of Mamba-2
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ import torch
 from ....config.options.model import ModelConfig
 from ..family import Row
 from ..packings import QKV_SPLIT, Packing, Parts
-from .rows import LAYER, LLAMA_ROWS, QWEN_MOE_ROWS, WORDS
+from .rows import LAYER, QWEN_MOE_ROWS, WORDS
 
 Sizes = Callable[[ModelConfig], tuple[int, tuple[int, ...]]]
 """(model) → (groups, rows of each part of a group)"""
@@ -61,19 +61,6 @@ def _to_qkvz_ba(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
     groups, sizes = _delta(model)
     z, q, k, v, b, a = by_part(rows, groups, sizes)
     return [by_group((q, k, v, z), groups), by_group((b, a), groups)]
-
-
-def _from_qkv_z_b_a(parts: Parts, model: ModelConfig) -> torch.Tensor:
-    """Rows [q; k; v] of all groups, and z, b, a of all heads → ours."""
-    groups, (_, *sizes) = _delta(model)
-    qkv = parts[0].split([groups * n for n in sizes[:3]])
-    z, b, a = parts[1:]
-    return by_group((z, *qkv, b, a), groups)
-
-
-def _to_qkv_z_b_a(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
-    z, q, k, v, b, a = by_part(rows, *_delta(model))
-    return [torch.cat((q, k, v)), z, b, a]
 
 
 def _delta_channels(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
@@ -127,7 +114,6 @@ def _conv(sizes: Sizes) -> Packing:
 
 
 DELTA_IN = Packing("q, k, v, z and b, a by group", _from_qkvz_ba, _to_qkvz_ba)
-DELTA_PARTS = Packing("[q; k; v], z, b, a", _from_qkv_z_b_a, _to_qkv_z_b_a)
 DELTA_CONV = _conv(_delta_channels)
 MAMBA_IN = Packing(
     "z, x, B, C, dt", partial(_parts_first, _mamba), partial(_groups_first, _mamba)
@@ -190,46 +176,6 @@ def _qwen_rows(projections: str, packing: Packing) -> tuple[Row, ...]:
 
 
 QWEN3_NEXT_ROWS = _qwen_rows("qkvz ba", DELTA_IN)
-QWEN3_5_ROWS = _qwen_rows("qkv z b a", DELTA_PARTS)
-MAMBA = "model.layers.{i}.mamba"
-MAMBA_ROWS = _mixer_rows(
-    MAMBA,
-    Row(
-        f"{LAYER}self_attention.in_proj.{{leaf}}", f"{MAMBA}.in_proj.{{leaf}}", MAMBA_IN
-    ),
-    MAMBA_CONV,
-)
-
-
-def _renamed(rows: Sequence[Row], names: Mapping[str, str]) -> tuple[Row, ...]:
-    """Return the rows with other words in their names."""
-
-    def name(theirs: str) -> str:
-        for word, other in names.items():
-            theirs = theirs.replace(word, other)
-        return theirs
-
-    return tuple(replace(row, theirs=name(row.theirs)) for row in rows)
-
-
-BAMBA_ROWS = (
-    *MAMBA_ROWS,
-    *_renamed(
-        LLAMA_ROWS,
-        {
-            "model.norm": "model.final_layernorm",
-            "post_attention_layernorm": "pre_ff_layernorm",
-            ".mlp.": ".feed_forward.",
-        },
-    ),
-)
-SHARED = "model.layers.{i}.shared_mlp"
-GRANITE_HYBRID_ROWS = (
-    *MAMBA_ROWS,
-    Row(f"{LAYER}mlp.linear_fc1.{{leaf}}", f"{SHARED}.input_linear.{{leaf}}"),
-    Row(f"{LAYER}mlp.linear_fc2.{{leaf}}", f"{SHARED}.output_linear.{{leaf}}"),
-    *LLAMA_ROWS,
-)
 HALF = "backbone.layers.{i}"
 MIXER = f"{HALF}.mixer"
 NEMOTRON_H_ROWS = (

@@ -1,29 +1,17 @@
 """Settings of families with layers of a state of constant size, as tables (`settings_table.py`)."""
 
-import math
-
 from ..settings_table import Fixed, Key, Only
-from .mixer_settings import (
-    AttentionIndices,
-    HalfLayers,
-    LinearLayers,
-    MambaLayers,
-    MambaWidth,
-)
-from .rules import Multiplier, ScoreScale
+from .mixer_settings import HalfLayers, LinearLayers
 from .tables import (
     ATTENTION_DROPOUT,
     DEVIATION,
     FFN,
-    GROUPED,
     GROUPS,
     HEAD_DIM,
-    LLAMA,
     NO_BIAS,
     QK_NORM,
     QWEN_MOE,
     SHARED,
-    SWIGLU,
 )
 
 
@@ -44,7 +32,6 @@ GATED = (
     Fixed("apply_layernorm_1p", True),
 )
 QWEN3_NEXT = (*QWEN_MOE, *QK_NORM, *SHARED, *GATED, *DELTA_NET)
-QWEN3_5 = (*LLAMA, *QK_NORM, *GATED, *DELTA_NET)
 NEMOTRON_H = (
     HalfLayers(),
     Key("hidden_size", "hidden_size"),
@@ -81,46 +68,4 @@ NEMOTRON_H = (
     Only("attention_bias", (False,)),
     Only("mamba_proj_bias", (False,)),
     Only("residual_in_fp32", (False,)),
-)
-
-MAMBA = (
-    MambaWidth(),
-    Key("mamba_n_heads", "mamba_heads", 128, option="mamba_num_heads"),
-    Key("mamba_n_groups", "mamba_num_groups", 1),
-    Key("mamba_d_state", "mamba_state_dim", 256),
-    Key("mamba_d_conv", "mamba_conv_kernel_dim", 4),
-    Only("mamba_conv_bias", (True,)),
-    Only("mamba_proj_bias", (False,)),
-    Only("time_step_limit", ([0.0, math.inf], (0.0, math.inf), None)),
-    Only("attention_bias", (False,)),
-)
-BAMBA = (
-    *LLAMA,
-    *NO_BIAS,
-    *MAMBA,
-    AttentionIndices(),
-    Only("mlp_bias", (False,)),
-    Only("z_loss_coefficient", (0.0,)),
-)
-GRANITE_HYBRID = (
-    *(entry for entry in GROUPED if entry is not FFN),
-    *NO_BIAS,
-    *MAMBA,
-    MambaLayers(),
-    SWIGLU,
-    Key("shared_intermediate_size", "ffn_size", 1024, option="ffn_hidden_size"),
-    Key(
-        "tie_word_embeddings",
-        "untie_embeddings_and_output_weights",
-        False,
-        {True: False, False: True},
-    ),
-    Fixed("hidden_dropout", 0.0),
-    Fixed("position_embedding_type", "none"),
-    Only("position_embedding_type", ("nope", None)),
-    Only("num_local_experts", (0,), why="experts beside the shared feed-forward"),
-    ScoreScale(),
-    Multiplier("embedding_multiplier", "embedding_multiplier"),
-    Multiplier("residual_multiplier", "residual_multiplier"),
-    Multiplier("logits_scaling", "logit_multiplier", divides=True),
 )

@@ -18,14 +18,8 @@ from ..settings_table import options_of, settings_of
 from .experts import BIASED_KEYS, EXPERT_KEYS, expert_options, expert_settings
 from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .latents import LATENT_KEYS
-from .mixer_settings import HALF_KEYS, MAMBA_KEYS, LinearLayers
-from .mixer_tables import (
-    BAMBA,
-    GRANITE_HYBRID,
-    NEMOTRON_H,
-    QWEN3_5,
-    QWEN3_NEXT,
-)
+from .mixer_settings import HALF_KEYS, LinearLayers
+from .mixer_tables import NEMOTRON_H, QWEN3_NEXT
 from .predictions import OTHER_NAME
 from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
@@ -73,9 +67,7 @@ DEFAULTS = {
     "helium": {"rope_theta": 100000.0},
     "cohere": {"rope_theta": 500000.0},
     "smollm3": {"rope_theta": 2000000.0},
-    "bamba": {SHARE: 0.5},
     "qwen3_next": {SHARE: 0.25},
-    "qwen3_5_text": {SHARE: 0.25},
 }
 PARTLY = (
     GPT_NEOX,
@@ -86,8 +78,6 @@ PARTLY = (
     NEMOTRON,
     STABLELM,
     QWEN3_NEXT,
-    QWEN3_5,
-    BAMBA,
 )
 # Other names of settings, which transformers renames when it reads them, by model_type.
 ALIASES = {
@@ -261,8 +251,6 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     },
-    "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
-    "bamba": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "nemotron_h": {
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -294,10 +282,7 @@ BESIDE_TABLES = (
     (SMOLLM3, {"no_rope_layer_interval"}),
     (COHERE2, {"sliding_window_pattern"}),
     (NEMOTRON_H, HALF_KEYS),
-    (BAMBA, MAMBA_KEYS),
-    (GRANITE_HYBRID, MAMBA_KEYS | EXPERT_KEYS | {"intermediate_size"}),
     (QWEN3_NEXT, {"full_attention_interval"}),
-    (QWEN3_5, {"full_attention_interval"}),
     (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values
 )
 
