@@ -102,6 +102,7 @@ def without_gpu():
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.current_stream = lambda *_: None
     moe_utils.te_general_gemm = None  # undefined without TransformerEngine
+    models.allow_sequence_parallel_norms()
     random.CudaRNGStatesTracker.fork = lambda self, *_: nullcontext()
     filesystem_async._process_memory = lambda: 0  # it needs psutil
     results = queue.Queue()
