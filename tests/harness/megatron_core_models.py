@@ -54,7 +54,6 @@ def config_of(job: dict):
         tensor_model_parallel_size=job["tp"],
         params_dtype=dtype,
         expert_model_parallel_size=job["ep"],
-        expert_tensor_parallel_size=job.get("etp"),
         bf16=dtype == torch.bfloat16,
         pipeline_model_parallel_size=job["pp"],
         pipeline_dtype=dtype,
@@ -69,26 +68,6 @@ def config_of(job: dict):
         **shape,
     )
     return config, gpt
-
-
-def allow_sequence_parallel_norms() -> None:
-    """torch's norms, whose weights are marked as Apex's are: their gradients are summed over the slices."""
-    import copy
-
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    original = WrappedTorchNorm.__new__
-
-    def made(cls, config, *args, **options):
-        of_slices = config.sequence_parallel
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = original(cls, plain, *args, **options)
-        for p in norm.parameters():
-            p.sequence_parallel = of_slices
-        return norm
-
-    WrappedTorchNorm.__new__ = made
 
 
 def chunks_of(job: dict, config, gpt: dict) -> list:
