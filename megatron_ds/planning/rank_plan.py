@@ -115,7 +115,8 @@ def data_groups(
         "edp", grid.size("edp"), grid.group_of(rank, "edp").index(rank)
     )
     # Ranks that divide an expert, and those that hold a tied embedding.
-    of_expert = fake_group(*grid.known(("etp",)), grid.etp, at["etp"])
+    [axis] = grid.known(("etp",))
+    of_expert = fake_group(axis, grid.etp, at["etp"])
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
     return DataGroups(

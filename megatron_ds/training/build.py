@@ -238,7 +238,8 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
         mesh.group("tp"),
         mesh.group("tp", "pp"),
         mesh.group("embd"),
-        *halves,
+        inner=halves[0],
+        outer=halves[1],
         etp=mesh.group("etp"),
     )
     # On a GPU the operations of a communicator run one after the other.

@@ -7,6 +7,7 @@ process, and shows that its values are in force. `make test` takes cases that ho
 others, `make test-all` more such sets, and all steps.
 """
 
+import inspect
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -19,6 +20,7 @@ from tests.grid.axes.optimizers import tolerance
 from tests.grid.axes.ranks import at_most
 from tests.harness.covering import (
     Case,
+    Rule,
     cover_pairs,
     is_legal,
     plain_case,
@@ -50,21 +52,37 @@ FEW_RANKS, MOST_RANKS = 4, 8
 FOR_EIGHT = {"schedule": ("none", "1f1b", "zb-v")}
 
 
+FOLDED = "etp"
+
+
+def names_of(rule: Rule) -> set[str]:
+    """The options that a rule compares."""
+    return {*inspect.signature(rule).parameters}
+
+
 def cost(case: Case) -> int:
     return ranks(case) * layers(case)
 
 
 @cache
 def cases(seed: int) -> list[dict]:
-    """Every pair of values that four ranks can have in fp32, those of eight ranks, and each value in bf16."""
-    exact = OPTIONS | {"dtype": ("fp32",)}
+    """Every pair of values that four ranks can have in fp32, those of eight ranks, and each value in bf16; then the
+    pairs with folded experts."""
+    divided = {name: values for name, values in OPTIONS.items() if name != FOLDED}
+    exact = divided | {"dtype": ("fp32",)}
     chosen: list[dict] = []
     for options, most in (
         (exact, FEW_RANKS),
         (exact | FOR_EIGHT, MOST_RANKS),
-        (OPTIONS, FEW_RANKS),
+        (divided, FEW_RANKS),
+        (OPTIONS | {"dtype": ("fp32",)}, FEW_RANKS),
     ):
-        rules = (*RULES, at_most(most))
+        if FOLDED in options:
+            chosen = [case | {FOLDED: "none"} for case in chosen]
+        rules = (
+            *(rule for rule in RULES if names_of(rule) <= {*options}),
+            at_most(most),
+        )
         chosen = cover_pairs(options, rules, cost, chosen, seed)
     return chosen
 

@@ -54,7 +54,6 @@ def config_of(job: dict):
         tensor_model_parallel_size=job["tp"],
         params_dtype=dtype,
         expert_model_parallel_size=job["ep"],
-        expert_tensor_parallel_size=job.get("etp"),
         bf16=dtype == torch.bfloat16,
         pipeline_model_parallel_size=job["pp"],
         pipeline_dtype=dtype,

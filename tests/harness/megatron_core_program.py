@@ -3,7 +3,7 @@
 A server, since importing megatron-core takes seconds: it reads a job as a line of JSON from standard input,
 forks its ranks, and answers with a line "done" or "failed". A job:
 
-    ranks, tp, pp, ep layout; the rest of the ranks are data-parallel; etp: if it is another one than tp
+    ranks, tp, pp, ep layout; the rest of the ranks are data-parallel
     vp                chunks of the model on each pipeline rank
     model             arguments of TransformerConfig and GPTModel
     dtype             of the weights: float32 or bfloat16
@@ -118,7 +118,6 @@ def train(job: dict, rank: int) -> None:
         job["tp"],
         job["pp"],
         expert_model_parallel_size=job["ep"],
-        expert_tensor_parallel_size=job.get("etp"),
         virtual_pipeline_model_parallel_size=job["vp"] if job["vp"] > 1 else None,
     )
     model, optimizer = models.make(job)

@@ -1,27 +1,11 @@
-"""Experts apart from the tensor-parallel ranks, against megatron-core: its groups, and a step of its model."""
+"""The groups of experts that are divided apart from dense layers, against megatron-core's."""
 
 import random
-from functools import partial
 
 import pytest
-import torch
 
-from megatron_ds.compat.conversion.formats import Wishes
-from megatron_ds.compat.conversion.megatron import torch_dist_format
 from megatron_ds.mpu.grid import DEFAULT_ORDER, Grid
 from tests.harness import megatron_core
-from tests.harness.megatron_core import (
-    EPS,
-    LR,
-    MOE,
-    ROWS,
-    SEQUENCE,
-    STEPS,
-    MegatronCore,
-    logical_weights,
-    mean_loss,
-)
-from tests.harness.next_step import difference, next_step
 
 pytestmark = [
     pytest.mark.processes,
@@ -45,7 +29,7 @@ def random_grid(draw: random.Random) -> Grid:
 
 
 def test_groups_are_those_of_megatron_core():
-    """In each grid the groups of experts over every axis, and over several."""
+    """In each grid the groups of experts over every axis, and over two."""
     from megatron.core.parallel_state import RankGenerator
 
     draw = random.Random(5)
@@ -66,49 +50,3 @@ def test_groups_are_those_of_megatron_core():
             assert grid.groups(*axes) == expected, (grid, axes)
             compared += len(expected)
     assert compared > 10 * GRIDS
-
-
-def logical(ranks: list[dict]) -> dict[str, torch.Tensor]:
-    """Weights as one process would hold them: each tensor-parallel rank has other experts, whole."""
-    mark = ".local_experts."
-    found = logical_weights(
-        [
-            {"weights": {k: v for k, v in rank["weights"].items() if mark not in k}}
-            for rank in ranks
-        ],
-        MOE,
-    )
-    stacked: dict[str, list[torch.Tensor]] = {}
-    for rank in ranks:
-        for name, value in rank["weights"].items():
-            layer, is_expert, rest = name.partition(mark)
-            if is_expert:
-                leaf = rest.partition(".")[2]
-                stacked.setdefault(f"{layer}.{leaf}", []).append(value)
-    return found | {name: torch.stack(values) for name, values in stacked.items()}
-
-
-@pytest.fixture(scope="module")
-def folded(tmp_path_factory):
-    """(server, folder of its checkpoint, its ranks): two tensor-parallel ranks with two whole experts each."""
-    core = MegatronCore(tmp_path_factory.mktemp("megatron_core"))
-    folder = core.folder / "folded" / "torch_dist"
-    model = {**MOE, "sequence_parallel": True}
-    ranks = core.run(
-        "folded", model, tp=2, ep=2, etp=1, saves=[["torch_dist", str(folder), None]]
-    )
-    yield core, folder, ranks
-    core.close()
-
-
-@pytest.mark.parametrize(
-    "layout", ["tp=2,sp=1,ep=2,etp=1", "tp=2,sp=1", "tp=2,sp=1,dp=2,ep=4,etp=1,zero=1"]
-)
-def test_the_next_step_is_that_of_megatron_core(layout, folded):
-    core, folder, ranks = folded
-    found = torch_dist_format.read(folder, Wishes(vocab_size=ROWS))
-    options = dict(seq_length=SEQUENCE, lr=LR, min_lr=LR, adam_eps=EPS)
-    step = partial(next_step, weight_decay=0.1, adam_beta2=0.95, vocab_size=ROWS)
-    trace, weights = step(found, core.batches[STEPS], layout, **options)
-    assert abs(trace.losses[0] - mean_loss(ranks)) < 1e-5
-    assert difference(weights, logical(ranks)) < 1e-5

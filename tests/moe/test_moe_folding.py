@@ -182,11 +182,9 @@ def test_a_dry_run_names_the_ranks_that_divide_an_expert():
     # Each rank has 4 · 16 · 2 / 4 rows, and those of its peer.
     assert "for a micro-batch: 64, with equal loads" in text
     found = communicators(plan.rank_plan(0), plan.config, plan.grid, {})
-    of_two = [one for one in found if one.size == 2]
-    assert [{"all_gather", "reduce_scatter"} <= one.operations for one in of_two] == [
-        True,
-        False,
-    ]
+    of_two = [one.operations for one in found if one.size == 2]
+    # Numbers of rows are gathered, and rows sent, over the ranks of an expert.
+    assert {"all_gather", "send"} in of_two and {"all_reduce"} in of_two
 
 
 # ------------------------------------------------------------------ equal tokens

@@ -55,12 +55,18 @@ PARTS = {"shared": "shared_experts.gate_weight", "residual": "coefficient"}
 
 def divided_by(case: Case) -> int:
     """The ranks that divide an expert."""
-    return case["tp"] if case["etp"] == "none" else case["etp"]
+    return case["tp"] if case["etp"] == "none" else 1
 
 
-def expert_places(case: Case) -> int:
-    """The ranks of a stage among which experts are divided, each with a part of one or with whole ones."""
-    return case["tp"] * case["cp"] * case["dp"] // divided_by(case)
+def expert_parallel(case: Case) -> int:
+    """The ranks that divide the experts of a layer."""
+    return case["ep"] * case["tp"] if case["etp"] == "whole" else case["ep"]
+
+
+def copies(case: Case) -> int:
+    """The ranks that hold the same experts."""
+    ranks = case["tp"] * case["cp"] * case["dp"]
+    return ranks // divided_by(case) // expert_parallel(case)
 
 
 def numbers_of_experts(case: Case) -> list[int]:
@@ -119,7 +125,7 @@ def divided(shown: Shown) -> None:
     case = shown.case
     if case["experts"] == "none":
         return
-    ep = case["ep"]
+    ep = expert_parallel(case)
     assert shown.experts.local_experts == {n // ep for n in numbers_of_experts(case)}
     sent = sum(
         seen.traffic.bytes[operation, "ep", ep]
@@ -130,11 +136,11 @@ def divided(shown: Shown) -> None:
 
 
 def folded(shown: Shown) -> None:
-    """Ranks that hold whole experts gather no rows, and some of their peers are tensor-parallel ones."""
+    """Ranks that hold whole experts gather no rows. Their peers are tensor-parallel ones, or hold the same."""
     if shown.case["etp"] == "none":
         return
     assert not shown.operations("etp")
-    if shown.case["ep"] == 1:
+    if expert_parallel(shown.case) == 1:
         return
     for seen in shown.run.seen:
         assert {"all_to_all_v", "all_to_all"} & {
@@ -197,17 +203,21 @@ AXES = (
         4,
         needs=(
             lambda ep, experts: ep == 1 or experts != "none",
-            lambda ep, dp, cp, tp, etp: expert_places(locals()) % ep == 0,
+            lambda ep, dp, cp: dp * cp % ep == 0,
         ),
         shows=divided,
     ),
-    layout_axis(
+    Axis(
         "etp",
-        "none",
-        1,
+        {
+            "none": {},
+            "whole": lambda case: {"etp": 1, "ep": expert_parallel(case)},
+            "copies": {"etp": 1},
+        },
         needs=(
             lambda etp, experts: etp == "none" or experts != "none",
             lambda etp, sp: etp == "none" or sp,
+            lambda etp, ep: etp != "whole" or ep <= 2,
         ),
         shows=folded,
     ),

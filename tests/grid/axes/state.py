@@ -7,7 +7,7 @@ import pytest
 from tests.harness.covering import Case
 
 from .axis import Axis, Shown, layers, layout_axis, micro_batches
-from .experts import expert_places
+from .experts import copies
 from .models import ENCODED
 
 # Bytes of the state of an element. Muon has one tensor for matrices, and two for everything else.
@@ -33,7 +33,7 @@ def bytes_of_state(shown: Shown) -> None:
         kinds += [("gradient", 2, 4), ("parameter", 3, 4 if wide else 2)]
     for kind, split_from, size in kinds:
         is_split = case["zero"] >= split_from
-        parts = (data, expert_places(case) // case["ep"]) if is_split else (1, 1)
+        parts = (data, copies(case)) if is_split else (1, 1)
         # Frozen weights are parameters alone.
         has = "elements" if kind == "parameter" else "trained"
         expected = sum(
