@@ -12,10 +12,12 @@ from torch import nn
 import megatron_ds
 from megatron_ds.compat.deepspeed.utils import safe_get_local_optimizer_state
 from megatron_ds.compat.division import gradient_proof, split_layers
+from megatron_ds.compat.engine import same_batches
 from megatron_ds.errors import ArgumentError, CallError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.managed_parameter import spec_of
 from megatron_ds.mpu.mesh import Mesh
+from tests.harness import divided_models
 from tests.harness.divided_models import (
     CLIP,
     MODELS,
@@ -301,6 +303,22 @@ def test_ranks_of_a_group_with_different_samples_are_named():
 
 
 @pytest.mark.threads
+def test_ranks_of_a_group_with_different_random_states_are_named(monkeypatch):
+    numbers = iter(range(2))
+    monkeypatch.setattr(
+        same_batches, "_random_states", lambda: [torch.tensor([next(numbers)])]
+    )
+    monkeypatch.setitem(MODELS, GPT2, {**MODELS[GPT2], "resid_pdrop": 0.1})
+
+    def then(engine):
+        ids = batch_of(0)
+        return engine(input_ids=ids, labels=ids)
+
+    with pytest.raises(CallError, match="different random states"):
+        divided(GPT2, 0, then, data=1)
+
+
+@pytest.mark.threads
 def test_the_loader_gives_ranks_of_a_group_the_same_samples():
     data = [torch.tensor([i]) for i in range(16)]
 
@@ -381,6 +399,9 @@ def test_models_and_sizes_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setitem(MODELS, LLAMA, {**MODELS[LLAMA], "num_key_value_heads": 1})
     with pytest.raises(ConfigError, match="num_key_value_heads=1, which 2 tensor"):
         divided(LLAMA, 0, nothing, data=1)
+    monkeypatch.setattr(divided_models, "make", lambda name: make(name).to("meta"))
+    with pytest.raises(ConfigError, match="has no values on this rank"):
+        divided(LLAMA, 0, nothing, data=1)
     with pytest.raises(ArgumentError, match="the number of ranks"):
         megatron_ds.tp_model_init(nn.Linear(2, 2), 0)
     with pytest.raises(ConfigError, match="tp_group is not available"):
@@ -421,7 +442,7 @@ def test_real_ranks_train_as_one_process_and_save_whole_weights(tmp_path):
 
 @pytest.mark.processes
 def test_the_program_of_the_page_trains_and_continues_on_one_rank(tmp_path):
-    blocks = blocks_of("docs/use/engine.md")
+    blocks = list(blocks_of("docs/use/engine.md"))
     at = next(i for i, b in enumerate(blocks) if b.mark == "file: divided.py")
     program, commands, printed = blocks[at : at + 3]
     (tmp_path / "divided.py").write_text(program.text)

@@ -13,6 +13,7 @@ Expert parallelism: a Mesh with `ep`, or a seventh function of the `mpu`, Megatr
 import atexit
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,6 +28,7 @@ from ...mpu.mesh import (
     get_mesh,
     initialize_model_parallel,
     model_parallel_is_initialized,
+    set_mesh,
 )
 from ...mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 
@@ -40,6 +42,8 @@ FUNCTIONS = (
 )
 SEVENTH = "get_expert_data_parallel_group"
 _adopted: dict[str, Any] = {}
+# A mesh with data-parallel ranks alone → size of tensor-parallel groups → the mesh of engines with such groups.
+_divided: WeakKeyDictionary[Mesh, dict[int, Mesh]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,7 @@ def join_world(mpu: Any = None, tensor_parallel: int = 1) -> DataParallelWorld:
     Raises ConfigError when `mpu` lacks one of the functions or has pipeline stages.
     """
     if mpu is None and tensor_parallel > 1:
-        tensor_parallel_group(tensor_parallel)
-        return _of_mesh(get_mesh())
+        return _of_mesh(_mesh_of_groups(tensor_parallel))
     if mpu is None:
         return _of_mesh(_mesh_of_all_ranks())
     if isinstance(mpu, Mesh):
@@ -219,6 +222,21 @@ def has_process_group() -> bool:
         or dist.is_initialized()
         or launching.read_launch().world_size == 1
     )
+
+
+def _mesh_of_groups(size: int) -> Mesh:
+    """Return a mesh with tensor-parallel groups of `size`: the process's, or one beside it for engines of their own."""
+    if model_parallel_is_initialized():
+        mesh = get_mesh()
+        is_plain = mesh.size("dp") == mesh.world_size
+        if is_plain and mesh.world_size > 1:
+            made = _divided.setdefault(mesh, {})
+            if size not in made:
+                made[size] = initialize_model_parallel(size)
+                set_mesh(mesh)
+            return made[size]
+    tensor_parallel_group(size)
+    return get_mesh()
 
 
 def _mesh_of_all_ranks() -> Mesh:

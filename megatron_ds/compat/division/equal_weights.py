@@ -15,8 +15,9 @@ def take_weights_of_first(
 
     Collective over `group`. Tensors that are equal are not sent; device: that of the group's messages.
     """
-    tensors = dict(model.named_parameters())
-    tensors |= dict(model.named_buffers())
+    tensors: dict[str, torch.Tensor] = {}
+    tensors.update(model.named_parameters())
+    tensors.update(model.named_buffers())
     sums = {name: _sums(tensor) for name, tensor in tensors.items()}
     of_ranks = all_gather_object(sums, group)
     different = [

@@ -142,7 +142,7 @@ def _apply(
 # ---------------------------------------------------------------------- reading
 def _read(given: Any, ranks: int) -> list[LayerRule]:
     """Raises one ConfigError with all problems."""
-    specs = given.get("layer_specs", []) if isinstance(given, Mapping) else None
+    specs: Any = given.get("layer_specs", []) if isinstance(given, Mapping) else None
     is_list = isinstance(specs, list)
     if not is_list or not all(isinstance(spec, Mapping) for spec in specs):
         raise ConfigError(
@@ -194,7 +194,7 @@ def _problems(spec: Mapping[str, Any]) -> Iterator[str]:
     # Each key by itself.
     for key in spec.keys() - set(RULE_KEYS):
         yield f'"{KEY}": unknown key {key!r} in "layer_specs". Leave it out.'
-    patterns = spec.get("patterns")
+    patterns: Any = spec.get("patterns")
     is_list = isinstance(patterns, list | tuple) and patterns
     if not is_list or not all(map(_is_pattern, patterns)):
         yield f'"{KEY}": "patterns" is {patterns!r}: it is a list of regular expressions.'
@@ -202,19 +202,19 @@ def _problems(spec: Mapping[str, Any]) -> Iterator[str]:
     if not all(map(_is_pattern, kinds)):
         yield f'"{KEY}": "model_types" is {kinds!r}: it is a list of names.'
     # What they ask for together.
-    key = _style_key(spec)
-    if key not in STYLES:
+    asked = _style_key(spec)
+    if asked not in STYLES:
         yield (
-            f'"{KEY}": {patterns} has (partition_type, gather_output, grad_allreduce) = {key}, and there are '
+            f'"{KEY}": {patterns} has (partition_type, gather_output, grad_allreduce) = {asked}, and there are '
             f"{', '.join(map(str, STYLES))}."
         )
-    elif spec.get("partition_dim") not in (None, DIMENSIONS.get(key[0])):
+    elif spec.get("partition_dim") not in (None, DIMENSIONS.get(asked[0])):
         yield (
             f'"{KEY}": {patterns} has "partition_dim": {spec["partition_dim"]}; a column is divided along 0 and a row '
             "along 1. Leave it out."
         )
     packed = _packed(spec.get("shape"))
-    if packed == 0 or packed is not None and key[0] != "column":
+    if packed == 0 or packed is not None and asked[0] != "column":
         yield (
             f'"{KEY}": {patterns} has "shape": {spec["shape"]}, and only columns of equal layers, [n, -1], can be '
             "divided. Leave the shape out, or skip the layer."

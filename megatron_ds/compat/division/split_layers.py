@@ -134,7 +134,7 @@ def _split_linear(
     cut(name, weight, dim, parts if is_column else 1, group)
     bias = linear.bias
     has_bias = isinstance(bias, torch.Tensor)
-    if has_bias and is_column:
+    if isinstance(bias, torch.Tensor) and is_column:
         cut(name, bias, 0, parts, group)
     inputs, outputs = weight.shape[:: 1 if transposed else -1]
     sizes = (

@@ -101,11 +101,10 @@ def with_sizes_of_data(
     size  the number of tensor-parallel ranks
     """
     total, micro, steps = (block.get(key) for key in SIZES)
-    whole = all(type(number) is int for number in (total, micro, steps))
-    if size == 1 or not whole:
+    if size == 1 or not isinstance(micro, int) or not isinstance(steps, int):
         return dict(block)
     samples = micro * steps * data_parallel_size
-    return {**block, SIZES[0]: samples if total == samples * size else total}
+    return {**block, SIZES[0]: samples} if total == samples * size else dict(block)
 
 
 def _problems(keys: Mapping[str, Any]) -> Iterator[str]:
