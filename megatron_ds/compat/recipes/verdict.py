@@ -315,9 +315,8 @@ def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
         return False
     if not words:
         return True
-    return (
-        not option.is_list and len(words) > 1 and all(word.isalpha() for word in words)
-    )
+    are_words = all(re.fullmatch(r"[\w+.-]*[a-zA-Z][\w+.-]*", word) for word in words)
+    return not option.is_list and len(words) > 1 and are_words
 
 
 # -------------------------------------------------------------------------------------------------- JSON
