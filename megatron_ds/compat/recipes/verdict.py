@@ -244,7 +244,8 @@ def _of_flag(
     meaning = foreign_words().readers.get(flag, (flag, None))[0]
     spelling = spellings().get(meaning)
     closed = [word for word in words if not IS_OPEN.search(word)]
-    takes_words = spelling and (not spelling.is_switch or meaning != flag)
+    is_switch = spelling is not None and spelling.is_switch
+    takes_words = not is_switch or meaning != flag
     if (unknown := _not_known(flag, spelling, words, closed, takes_words)) is not None:
         kind, text = (
             (Kind.DONE, spelling.option.flag) if spelling else (Kind.ACCEPTED, "")
@@ -287,7 +288,7 @@ def _not_known(
     spelling: Spelling | None,
     words: Sequence[str],
     closed: Sequence[str],
-    takes_words: bool | None,
+    takes_words: bool,
 ) -> str | None:
     """Return why the value of a flag is not known here; None if it is."""
     has_open = len(closed) < len(words)
