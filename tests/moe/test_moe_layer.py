@@ -15,6 +15,7 @@ from megatron_ds.moe.router import Routing
 from megatron_ds.ops.permute import combine
 from tests.harness.bert_runs import random_bert_batch, run_bert
 from tests.harness.gpt_runs import make_batch, run_gpt
+from tests.harness.layout_runs import GLOBAL_BATCH, stray
 from tests.harness.model_runs import context_of
 from tests.harness.plain_bert import (
     TinyBert,
@@ -30,6 +31,7 @@ from tests.harness.plain_gpt import (
     plain_loss,
 )
 from tests.harness.plain_moe import PlainMoE, moe_shapes, moe_weights, plain_expert
+from tests.harness.tiny_jobs import TOLERANCE, tiny_job
 from tests.models.test_gpt_layouts import LAYOUTS, assert_equal_runs
 
 pytestmark = pytest.mark.threads
@@ -529,3 +531,14 @@ def test_backward_of_the_sum_over_slots_has_few_rows_in_fp32_at_a_time():
         .view(tokens, k)
     )
     torch.testing.assert_close(weights.grad, dots)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,cp=2,zero=1", "tp=2,cp=2,sp=1"])
+def test_sinkhorn_of_divided_sequences_trains_like_one_process(layout):
+    """Ranks that divide the sequences balance all of their tokens, in the order of one process."""
+    job = [
+        *tiny_job("llama", "fp32", True, 0.0, 2, GLOBAL_BATCH, 3),
+        *"--num-experts 4 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn".split(),
+    ]
+    difference, _ = stray(job, layout, 3)
+    assert difference.is_within(TOLERANCE["fp32"]), difference

@@ -1,12 +1,10 @@
 """Routers against values worked out by hand, and against plain Python."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_ds.errors import ConfigError
 from megatron_ds.moe.router import (
     DTYPES,
     Router,
@@ -16,7 +14,6 @@ from megatron_ds.moe.router import (
     largest,
     sinkhorn,
 )
-from megatron_ds.mpu.group import Group
 from tests.harness.golden_routing import (
     CHOICE,
     LOAD,
@@ -377,42 +374,7 @@ def test_padding_does_not_move_the_choice_of_experts():
     )
     assert not chosen_pairs(by_experts(LOGITS, 1, torch.zeros(8, dtype=torch.bool)))
 
-
-# Layouts and noise
-
-
-class Ranks:
-    """A mesh whose axes have these sizes."""
-
-    def __init__(self, **sizes):
-        self.sizes = sizes
-
-    def group(self, *axes):
-        size = math.prod(self.sizes.get(axis, 1) for axis in axes)
-        return Group("-".join(axes), tuple(range(size)), 0, None)
-
-
-@pytest.mark.parametrize(
-    "kind, refused",
-    [("sinkhorn", ("tp", "cp")), ("expert_choice", ()), ("aux_loss", ())],
-    ids=str,
-)
-def test_a_choice_among_tokens_of_other_ranks_is_refused(kind, refused):
-    config = routing_config(moe_router_load_balancing_type=(kind,))
-    for axis in ("tp", "cp", "dp"):
-        ctx = replace(
-            context_of(), groups=Ranks(**{axis: 2}), sequence_parallel=axis == "tp"
-        )
-        if axis in refused:
-            with pytest.raises(
-                ConfigError, match=f"load-balancing-type {kind} .*cp|{kind} .*parallel"
-            ):
-                Router(config, E, "router", ctx)
-        else:
-            Router(config, E, "router", ctx)
-    Router(
-        config, E, "router", replace(context_of(), groups=Ranks(tp=2))
-    )  # whole sequences on each rank
+    # Layouts and noise
 
 
 def routed(config, batch, rows=slice(None), seed=3):

@@ -190,7 +190,7 @@ def test_a_json_for_an_engine_is_checked_with_values_for_auto(tmp_path, capsys):
 
 
 def test_a_flag_that_is_refused_with_any_value_is_refused_with_an_unknown_one(tmp_path):
-    for flag in ("--fp8-format", "--goldfish-k", "--kd-temp"):
+    for flag in ("--fp8-format", "--outer-sync-interval", "--kd-temp"):
         (assessment,) = assessed(
             tmp_path, f"torchrun pretrain_gpt.py {TINY} {flag} $VALUE"
         )

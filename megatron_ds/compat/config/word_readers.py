@@ -49,7 +49,13 @@ def number_of(words: Sequence[str], flag: str) -> int:
 
 
 def one_of(flags: Mapping[str, str], words: Sequence[str], flag: str) -> list[Setting]:
-    """Return the settings of a word that stands for flags here. flags: word → these, "" for none. Raises ConfigError."""
+    """Return the settings of a word that stands for several flags here.
+
+    flags  word → the flags here, between spaces; "" for none, where the word asks for the default
+    words  after the flag of the fork, together one word
+
+    Raises ConfigError for another word, with those that are known.
+    """
     value = " ".join(words).strip("'\"")
     if value not in flags:
         known = ", ".join(flags)
@@ -60,6 +66,10 @@ def one_of(flags: Mapping[str, str], words: Sequence[str], flag: str) -> list[Se
 def in_words(
     option: str, read: Words, words: Sequence[str], flag: str
 ) -> list[Setting]:
-    """Return the settings of words that an option here has in another form. read: (words, flag) → those words."""
+    """Return the settings of words that an option here has in another form.
+
+    option  its flag here
+    read    (words, flag) → the words of that flag
+    """
     found = read(words, flag)
     return settings_of(flag, [option, *found])

@@ -245,7 +245,8 @@ def _of_flag(
     meaning = foreign_words().readers.get(flag, (flag, None))[0]
     spelling = spellings().get(meaning)
     closed = [word for word in words if not IS_OPEN.search(word)]
-    takes_words = spelling and (not spelling.is_switch or meaning != flag)
+    is_switch = spelling is not None and spelling.is_switch
+    takes_words = not is_switch or meaning != flag
     if (unknown := _not_known(flag, spelling, words, closed, takes_words)) is not None:
         kind, text = (
             (Kind.DONE, spelling.option.flag) if spelling else (Kind.ACCEPTED, "")
@@ -288,7 +289,7 @@ def _not_known(
     spelling: Spelling | None,
     words: Sequence[str],
     closed: Sequence[str],
-    takes_words: bool | None,
+    takes_words: bool,
 ) -> str | None:
     """Return why the value of a flag is not known here; None if it is."""
     has_open = len(closed) < len(words)
@@ -316,9 +317,8 @@ def _is_gap(spelling: Spelling, words: Sequence[str]) -> bool:
         return False
     if not words:
         return True
-    return (
-        not option.is_list and len(words) > 1 and all(word.isalpha() for word in words)
-    )
+    are_words = all(re.fullmatch(r"[\w+.-]*[a-zA-Z][\w+.-]*", word) for word in words)
+    return not option.is_list and len(words) > 1 and are_words
 
 
 # -------------------------------------------------------------------------------------------------- JSON

@@ -26,7 +26,6 @@ OF_LOADING = (
     "checkpoint.use_checkpoint_args",
     "checkpoint.no_load_optim",
     "checkpoint.finetune",
-    "checkpoint.exit_on_missing_checkpoint",
 )
 DISK = (
     "zero.nvme_block_size",
