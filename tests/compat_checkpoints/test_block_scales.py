@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ds.compat.conversion.formats import Wishes
 from megatron_ds.compat.conversion.huggingface.block_scales import (
-    Blocks,
+    ScaledBlocks,
     multiplied,
 )
 from megatron_ds.compat.conversion.huggingface.format import (
@@ -82,7 +82,7 @@ def test_products_are_those_of_each_element(shape):
     draw = torch.Generator().manual_seed(1)
     codes = torch.randn(shape, generator=draw).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128), generator=draw)
-    found = multiplied(codes, scale, Blocks(128, 128))
+    found = multiplied(codes, scale, ScaledBlocks(128, 128))
     assert found.dtype == torch.float32
     assert torch.equal(found, by_elements(codes, scale, (128, 128)))
 

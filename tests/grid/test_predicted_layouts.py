@@ -25,7 +25,7 @@ from tests.harness.layout_runs import run_layout
 
 pytestmark = pytest.mark.threads
 
-NUMBER, QUICK = 40, 3
+NUMBER, QUICK = 40, 1
 DEPTHS = ("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.6").split()
 # What the depths do not compose with, and what has a tolerance of its own.
 LEFT_OUT = {

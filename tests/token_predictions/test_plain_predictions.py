@@ -21,7 +21,7 @@ from tests.harness.plain_predictions import (
     prediction_weights,
 )
 
-pytestmark = pytest.mark.threads
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(4)]
 
 LLAMA = replace(STYLES["llama"], mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
 TIED = replace(LLAMA, untie_embeddings_and_output_weights=False)

@@ -15,7 +15,7 @@ from megatron_ds.planning.layer_costs import LayerCost, layer_costs, time_layers
 from tests.contracts.test_models import CONTRACTS
 from tests.harness.model_runs import context_of
 
-pytestmark = pytest.mark.threads
+pytestmark = [pytest.mark.threads, pytest.mark.one_in(4)]
 
 SIZES = (
     "--num-layers 4 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data "

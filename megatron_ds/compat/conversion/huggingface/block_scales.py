@@ -29,7 +29,7 @@ Stored = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ScaledBlocks:
     """Rows and columns of the blocks that have one scale."""
 
     rows: int
@@ -73,7 +73,7 @@ def without_scales(
     return found
 
 
-def _blocks_of(settings: Any, config: Path) -> Blocks:
+def _blocks_of(settings: Any, config: Path) -> ScaledBlocks:
     """Raises CheckpointError for weights that are quantized in another way."""
     table = settings if isinstance(settings, Mapping) else {}
     size = table.get("weight_block_size")
@@ -88,7 +88,7 @@ def _blocks_of(settings: Any, config: Path) -> Blocks:
             "its dequantized weights."
         )
     rows, columns = numbers
-    return Blocks(rows, columns)
+    return ScaledBlocks(rows, columns)
 
 
 def _is_size(number: object) -> bool:
@@ -108,7 +108,7 @@ def _lonely_scales(scales: set[str], tensors: Stored) -> list[str]:
     return found
 
 
-def _misfits(tensors: Stored, blocks: Blocks) -> list[str]:
+def _misfits(tensors: Stored, blocks: ScaledBlocks) -> list[str]:
     """Return what is wrong with weights in 8 bits and their scales."""
     found = []
     for name, tensor in tensors.items():
@@ -128,13 +128,15 @@ def _misfits(tensors: Stored, blocks: Blocks) -> list[str]:
     return found
 
 
-def _numbers(codes: StoredTensor, scale: StoredTensor, blocks: Blocks) -> StoredTensor:
+def _numbers(
+    codes: StoredTensor, scale: StoredTensor, blocks: ScaledBlocks
+) -> StoredTensor:
     read = lambda: multiplied(codes.read(), scale.read(), blocks)
     return replace(codes, dtype=torch.float32, read=read)
 
 
 def multiplied(
-    codes: torch.Tensor, scale: torch.Tensor, blocks: Blocks
+    codes: torch.Tensor, scale: torch.Tensor, blocks: ScaledBlocks
 ) -> torch.Tensor:
     """codes [r, c], scale of each block → their products, fp32 [r, c]."""
     rows, columns = codes.shape
