@@ -149,7 +149,7 @@ class Feature:
     is_on      (RunConfig) -> whether a run uses `layers`, `added`, `lengths`, `order`, `kept` and `planned`, whose
                modules are loaded then; None: always
     implies    (RunConfig) -> option path → (value, reason): what the feature sets where no source does
-    settles    (RunConfig) -> the same: what the feature sets in place of what sources give
+               (value, reason, True): also in place of what a source gives
     rules      (RunConfig) -> problems of the configuration, as sentences
     provides   name of a `Provided` of the core → the object
     registers  noun of a registry → name of an entry → the module that registers it, imported when the entry is used;
@@ -193,8 +193,7 @@ class Feature:
     options: type | None = None
     formerly: str = ""
     is_on: Callable[[Any], bool] | None = None
-    implies: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
-    settles: Callable[[Any], Mapping[str, tuple[Any, str]]] | None = None
+    implies: Callable[[Any], Mapping[str, tuple]] | None = None
     rules: Sequence[Callable[[Any], Iterable[str]]] = ()
     provides: Mapping[str, Later] = field(default_factory=dict)
     registers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -592,7 +591,6 @@ def _names(found: Sequence[Feature]) -> Iterator[str]:
             "rules": feature.rules,
             "objective": feature.objective,
             "layers": feature.layers,
-            "mixers": feature.mixer,
             "added weights": feature.added,
             "lengths": feature.lengths,
             "order": feature.order,
@@ -637,8 +635,7 @@ def _is_needed(entry: Mapping, config: Any) -> bool:
     sources = sections.get("sources")
     given = {str(path).partition(".")[0] for path in sources or ()}
     supplies = _supplies(entry)
-    parts = ("layers of ", "mixers of ")
-    changes_layers = any(word.startswith(parts) for word in supplies)
+    changes_layers = any(word.startswith("layers of ") for word in supplies)
     own = _sections(entry)
     return (
         bool(named & set(supplies)) or bool(own & given) or changes_layers and not own

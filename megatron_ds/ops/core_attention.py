@@ -15,7 +15,7 @@ compiled attention of CPUs; on GPUs FlexAttention for what torch's fused attenti
 
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from . import attention_rows
 from .attention_kernel import ScoreBlock, attention_kernel, places_of
 from .attention_pattern import CAUSAL, FULL
 from .dropout import KeepMask
-from .head_widths import alike, narrowed
 from .kernel_table import CPU, GPU, Operation, random_tensors
 from .key_visibility import CAUSAL_KEYS, KeyVisibility
 from .product import LOW
@@ -165,33 +164,19 @@ def _in_fp32(
 
 
 def _suits_padded(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: KeyVisibility = CAUSAL_KEYS,
-    *,
-    keep: KeepMask | None = None,
-    scoring: Scoring = PLAIN,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **settings: Any
 ) -> bool:
-    return q.shape[3] != v.shape[3] and not _is_written_out(keep, scoring)
+    return q.shape[3] != v.shape[3] and not _is_written_out(
+        settings.get("keep"), settings.get("scoring", PLAIN)
+    )
 
 
 @attention.implementation("padded", devices=CPU, suits=_suits_padded)
-def _padded(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: KeyVisibility = CAUSAL_KEYS,
-    *,
-    keep: KeepMask | None = None,
-    scoring: Scoring = PLAIN,
-) -> torch.Tensor:
-    # Fused kernels of CPUs take one width, and torch would write attention out. Zeros change no score.
-    if v.shape[3] > q.shape[3]:
-        scoring = replace(scoring, scale=scoring.scale_of(q.shape[3]))
-    out = attention(*alike(q, k, v), visible, keep=keep, scoring=scoring)
-    of_heads = out.unflatten(2, (q.shape[2], -1))
-    return narrowed((of_heads,), (v,))[0].flatten(2)
+def _padded(q: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+    # Fused kernels of CPUs take one width, and torch would write attention out.
+    from .head_widths import padded
+
+    return padded(attention, q, *others, **settings)
 
 
 def _suits_rows(

@@ -4,10 +4,34 @@ Channels that are zero in queries and keys, or in values, change neither scores 
 left out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from .scoring import PLAIN, Scoring
+
+
+def padded(
+    attention: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *visible: Any,
+    scoring: Scoring = PLAIN,
+    **settings: Any,
+) -> torch.Tensor:
+    """Return the attention of heads that are filled up to one width: q [sq, b, n, d], v [sk, b, g, w] → [sq, b, n * w].
+
+    attention, visible, scoring, settings: `core_attention.attention` and its arguments
+    """
+    if v.shape[3] > q.shape[3]:
+        scoring = replace(scoring, scale=scoring.scale_of(q.shape[3]))
+    out = attention(*alike(q, k, v), *visible, scoring=scoring, **settings)
+    of_heads = out.unflatten(2, (q.shape[2], -1))
+    return narrowed((of_heads,), (v,))[0].flatten(2)
 
 
 def alike(*tensors: torch.Tensor) -> list[torch.Tensor]:

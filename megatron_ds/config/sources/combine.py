@@ -131,10 +131,9 @@ def with_implied(config: RunConfig) -> RunConfig:
     """Return the config with what features set where no source does, or in any case."""
     for feature in features():
         implied = feature.implies(config) if feature.implies is not None else {}
-        settled = feature.settles(config) if feature.settles is not None else {}
-        missing = {p: set_ for p, set_ in implied.items() if p not in config.sources}
-        for path, (value, why) in {**missing, **settled}.items():
-            config = _derived(config, path, value, why)
+        for path, (value, why, *replaces) in implied.items():
+            if replaces or path not in config.sources:
+                config = _derived(config, path, value, why)
     return config
 
 

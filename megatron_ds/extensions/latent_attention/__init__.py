@@ -2,7 +2,8 @@
 
 DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
 
-latent_options, latent_rules    flags and contradictions
+feature                         the declaration, with the flags
+latent_rules                    what the flags set in others, and contradictions
 latent_sizes                    widths of heads and latents, and the scale of the scores: pure functions of options
 latent_mixer                    the mixer of blocks: their module, FLOPs and rotary positions (`models/mixers.py`)
 latent_attention                the module

@@ -1,15 +1,74 @@
-"""Multi-latent attention: the declaration of the feature."""
+"""Multi-latent attention: the declaration of the feature, and its options, by Megatron's names."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ...config.options.need import need
+from ...config.options.option import option
 from ...features import Feature, Later, rules_if
-from .latent_options import LatentOptions
+
+ON = need("model.multi_latent_attention")
+
+
+@dataclass(frozen=True)
+class LatentOptions:
+    """Ranks of the latents, and widths of the heads. With --qk-layernorm the latents are normalized."""
+
+    multi_latent_attention: bool = option(
+        False,
+        help="Multi-latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads are projections "
+        "of one short vector, which generation keeps in their place. --qk-layernorm normalizes the vectors.",
+        avoid="More products for a token than attention with few key/value heads.",
+    )
+    q_lora_rank: int | None = option(
+        None,
+        at_least=1,
+        needs=ON,
+        help="Width of the vector that queries are projected from. Default: from the hidden state itself.",
+    )
+    kv_lora_rank: int = option(
+        32,
+        at_least=1,
+        needs=ON,
+        help="Width of the vector that keys and values are projected from.",
+    )
+    qk_head_dim: int = option(
+        128,
+        at_least=1,
+        needs=ON,
+        help="Channels of a query and a key of each head that are not rotated.",
+    )
+    qk_pos_emb_head_dim: int = option(
+        64,
+        at_least=2,
+        needs=ON,
+        help="Rotated channels of a query and a key; those of the key are shared by all heads.",
+    )
+    v_head_dim: int = option(
+        128,
+        at_least=1,
+        needs=ON,
+        help="Channels of a value of each head.",
+    )
+    rope_type: str | None = option(
+        None,
+        choices=("rope", "yarn"),
+        needs=ON,
+        help="Rotary positions of multi-latent attention, in place of --position-embedding-type. Default: yarn with a "
+        "--rotary-scaling-factor, else rope.",
+    )
+    latent_norm_epsilon: float | None = option(
+        None,
+        above=0,
+        needs=need("model.qk_layernorm"),
+        help="--norm-epsilon of the norms of the latents, if it is another one.",
+    )
+
 
 own = partial(Later, __package__)
 mixer = own(".latent_mixer:LATENT_MIXER")
 implied = own(".latent_rules:implied")
-settled = own(".latent_rules:settled")
 
 
 def _is_on(config: Any) -> bool:
@@ -29,11 +88,9 @@ FEATURES = [
         "latent_attention",
         extends={"model": LatentOptions},
         implies=_if_on(implied),
-        settles=_if_on(settled),
         rules=rules_if(
             _is_on,
-            own(".latent_rules:latent_positions"),
-            own(".latent_rules:latent_composition"),
+            own(".latent_rules:latent_problems"),
         ),
         mixer=_mixer,
     )

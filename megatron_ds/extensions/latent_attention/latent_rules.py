@@ -1,7 +1,6 @@
 """What --multi-latent-attention sets in other options, and what it excludes."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ...config.run import RunConfig
 
@@ -21,13 +20,18 @@ OTHERS = {
 }
 
 
-def implied(config: RunConfig) -> Mapping[str, tuple[Any, str]]:
-    """Return what it sets where no source does: rotary positions, whose pairs are neighbours."""
+def implied(config: RunConfig) -> Mapping[str, tuple]:
+    """Return what it sets where no source does: rotary positions, whose pairs are neighbours.
+
+    --rope-type, where it is given, is the type of the positions in any case.
+    """
     model = config.model
-    found: dict[str, tuple[Any, str]] = {
+    found: dict[str, tuple] = {
         TYPE: (_rope_type(config), WHY),
         "model.kv_channels": (model.qk_head_dim + model.qk_pos_emb_head_dim, WHY),
     }
+    if model.rope_type is not None:
+        found[TYPE] = (model.rope_type, f"--rope-type {model.rope_type}", True)
     if TYPE not in config.sources or model.is_rotary or model.rope_type:
         found["model.rotary_interleaved"] = (True, WHY)
     if config.get("adapters.lora_rank") is not None:
@@ -37,13 +41,6 @@ def implied(config: RunConfig) -> Mapping[str, tuple[Any, str]]:
         found["model.original_max_position_embeddings"] = (ORIGINAL, why)
         found["model.yarn_rotary_scaling_factor"] = (1.0, why)
     return found
-
-
-def settled(config: RunConfig) -> Mapping[str, tuple[Any, str]]:
-    """Return what it sets in any case: --rope-type, where it is given, is the type of the positions."""
-    if config.model.rope_type is None:
-        return {}
-    return {TYPE: (config.model.rope_type, f"--rope-type {config.model.rope_type}")}
 
 
 def _adapted(config: RunConfig) -> tuple[str, ...]:
@@ -64,6 +61,12 @@ def _rope_type(config: RunConfig) -> str:
     model = config.model
     is_scaled = (model.yarn_rotary_scaling_factor or 1.0) > 1
     return model.rope_type or ("yarn" if is_scaled else "rope")
+
+
+def latent_problems(config: RunConfig) -> Iterator[str]:
+    """Yield what contradicts latent attention."""
+    yield from latent_positions(config)
+    yield from latent_composition(config)
 
 
 def latent_positions(config: RunConfig) -> Iterator[str]:

@@ -169,8 +169,8 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """mlp_layer_types of GLM-4.7-Flash: "dense" or "sparse" for each layer; absent, the first is dense, unless
-    first_k_dense_replace says otherwise."""
+    """mlp_layer_types of GLM-4.7-Flash: "dense" or "sparse" for each layer; absent, the first is dense, but for
+    files that give first_k_dense_replace."""
 
     theirs: str = "mlp_layer_types"
 
