@@ -58,7 +58,7 @@ def predict_traffic(
     ranks: of each plan
     gathers: for each plan how often each of its units is gathered; empty if it has none
     reduce_each: sharded gradients are reduced after each micro-batch
-    parameter_bytes: of an element, of plans that do not say it
+    parameter_bytes: of an element, of plans without one
     further: messages besides, those of an `UpdateRule`
     """
     sent = Traffic()

@@ -19,7 +19,7 @@ MOE_FLAGS = table(
         "--overlap-moe-expert-parallel-comm",
         "ZeRO always reduces experts apart from the other parameters": "--create-moe-param-group",
         "always logged": "--moe-per-layer-logging",
-        "tensor-parallel ranks split every expert, unless --expert-tensor-parallel-size says otherwise": "--enable-expert-tensor-parallelism",
+        "tensor-parallel ranks split every expert, unless --expert-tensor-parallel-size leaves them whole": "--enable-expert-tensor-parallelism",
         "the second expert is always the second best": "--disable-moe-top2-2nd-expert-sampling",
         "rows need padding for fp8 only": "--moe-router-padding-for-fp8 "
         "--moe-router-padding-for-quantization",

@@ -30,7 +30,7 @@ def _mixer(model: Any, block: int) -> Any | None:
 
 
 def _implied(config: Any) -> dict[str, tuple[Any, str]]:
-    """Return which layers have experts, as the pattern says."""
+    """Return which layers have experts, by the pattern."""
     pattern = config.model.hybrid_layer_pattern or ""
     if "E" not in pattern:
         return {}

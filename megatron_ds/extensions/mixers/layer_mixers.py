@@ -22,7 +22,7 @@ from .scan_mixer import MixerSizes
 
 ATTENTION_NAMES = ("input_layernorm", "self_attention")
 FEED_FORWARD_NAMES = ("pre_mlp_layernorm", "mlp")
-# Options that say where mixers are, which `mixer_kinds` says in one spelling.
+# Options of the places of mixers, which `mixer_kinds` has in one spelling.
 PLACES = ("linear_attention_freq", "linear_attention_type")
 
 
