@@ -57,8 +57,11 @@ class CachedKeys:
             self._flat[name] = tuple(t.flatten(0, 1) for t in self._layers[name])
         for kept, new in zip(self._flat[name], written, strict=True):
             kept.index_copy_(0, places, new[:, 0])
-        keys, *values = self._layers[name]
-        return (keys, keys[..., :v]) if isinstance(v, int) else (keys, *values)
+        of_layer = self._layers[name]
+        keys = of_layer[0]
+        if isinstance(v, int):
+            return keys, keys[..., :v]
+        return keys, of_layer[1]
 
     def _allocated(self, written: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return zeros for all rows: attention multiplies hidden values by 0, which gives 0 only if they are finite."""

@@ -141,6 +141,7 @@ class HalfLayer(Mixer):
         inner = self.inner
         norm, place = FEED_FORWARD_NAMES if inner is None else ATTENTION_NAMES
         name_of_module = f"{name}.{place}"
+        module: Any
         if inner is None:
             module = make_feed_forward(config, experts, name_of_module, ctx, std)
         else:

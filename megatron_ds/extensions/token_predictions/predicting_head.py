@@ -65,6 +65,7 @@ class PredictingHead(nn.Module):
     def _predict(self, x: torch.Tensor, batch: Batch) -> None:
         """Add the losses of all depths to the ledger."""
         for k, depth in enumerate(self.depths, 1):
+            assert isinstance(depth, Prediction)
             later = later_tokens(batch, k)
             x = depth(x, later.tokens, batch)
             target = replace(batch, labels=later.labels)

@@ -135,9 +135,9 @@ class ExpertGroups:
         if way != grouped:
             return {}
         # Sizes that fit into each other.
-        groups, kept, experts, number = sizes = [
-            settings.get(name) for name in (self.theirs, "topk_group", *TOKEN_EXPERTS)
-        ]
+        names = (self.theirs, "topk_group", *TOKEN_EXPERTS)
+        sizes: list[Any] = [settings.get(name) for name in names]
+        groups, kept, experts, number = sizes
         is_known = all(type(size) is int and size > 0 for size in sizes)
         if not is_known or number % groups or kept > groups:
             raise CheckpointError(
