@@ -31,12 +31,14 @@ def causal_conv(
     taps = weight.shape[1]
     s = len(x)
     wide = torch.promote_types(x.dtype, torch.float32)
-    padded = F.pad(x.to(wide), (0, 0, 0, 0, taps - 1, 0))
+    before = taps - 1
+    padded = F.pad(x.to(wide), (0, 0, 0, 0, before, 0))
     weight = weight.to(wide)
     # The token itself, and then earlier ones.
-    y = padded[taps - 1 :] * weight[:, -1]
+    y = padded[before:] * weight[:, -1]
     for back in range(1, taps):
-        earlier = padded[taps - 1 - back :][:s] * weight[:, -1 - back]
+        first = before - back
+        earlier = padded[first : first + s] * weight[:, first]
         if documents is not None:
             earlier = earlier * _same_document(documents, back, wide)
         y = y + earlier
@@ -50,7 +52,10 @@ def _same_document(
 ) -> torch.Tensor:
     """Return [s, b, 1], 1 where the token so many places before belongs to the same document, else 0."""
     same = documents[:, back:] == documents[:, :-back]
-    return F.pad(same.to(dtype), (back, 0)).t()[: documents.shape[1], :, None]
+    # The first tokens have none before them. Sequences may be shorter than the taps.
+    padded = F.pad(same.to(dtype), (back, 0))
+    of_tokens = padded.t()[: documents.shape[1]]
+    return of_tokens.unsqueeze(-1)
 
 
 causal_conv.benchmark_sizes = ((8192, 4096),)
@@ -58,14 +63,19 @@ causal_conv.benchmark_sizes = ((8192, 4096),)
 
 @causal_conv.example
 def _conv_example(
-    rows: int, width: int, dtype: torch.dtype, device: torch.device
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple:
-    x, weight, bias = random_tensors(
-        dtype, device, (rows, 2, width), (width, 4), (width,)
-    )
+    shapes = ((rows, 2, width), (width, 4), (width,))
+    x, weight, bias = random_tensors(dtype, device, *shapes)
+    # A document ends after one of five tokens.
     draw = random_generator(device, 2 * rows)
-    ends = torch.rand(2, rows, generator=draw, device=draw.device) < 0.2
-    return x, weight, bias, ends.cumsum(1).to(device)
+    chances = torch.rand(2, rows, generator=draw, device=draw.device)
+    ends = chances < 0.2
+    documents = ends.cumsum(1).to(device)
+    return x, weight, bias, documents
 
 
 @causal_conv.states_work()

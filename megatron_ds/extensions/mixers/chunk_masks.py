@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class ChunkMasks:
-    """Of b sequences in c chunks of C tokens; each has two dimensions of size 1, for groups and their heads.
+    """The masks of b sequences in c chunks of C tokens. Each has two dimensions of size 1, for groups and their heads.
 
     within   bool [b, 1, 1, c, C, C], True where a token (row) reads another one of its chunk: itself and earlier ones
              of its document
@@ -26,7 +26,10 @@ class ChunkMasks:
 
 
 def chunk_masks(
-    documents: torch.Tensor | None, chunk: int, dtype: torch.dtype, device: torch.device
+    documents: torch.Tensor | None,
+    chunk: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ChunkMasks:
     """Return the masks of sequences whose tokens have these documents.
 
@@ -37,14 +40,24 @@ def chunk_masks(
     if documents is None:
         return ChunkMasks(earlier)
     # Documents of tokens [b, c, C], of the end of each chunk and of the chunk before it [b, c, 1].
-    count = -(-documents.shape[1] // chunk)
-    missing = count * chunk - documents.shape[1]
+    missing = -documents.shape[1] % chunk
     last = documents[:, -1:].expand(-1, missing)
-    ids = torch.cat((documents, last), 1).unflatten(1, (count, chunk))
+    filled = torch.cat((documents, last), 1)
+    ids = filled.unflatten(1, (-1, chunk))
     end = ids[..., -1:]
     before = F.pad(end[:, :-1], (0, 0, 1, 0), value=-1)
     # Documents do not decrease, so that equal ends mean one document in between.
-    within = earlier & (ids[..., :, None] == ids[..., None, :])
-    numbers = (ids == before, ids == end, before == end)
-    reads, writes, passes = (n.to(dtype)[:, None, None, ..., None] for n in numbers)
-    return ChunkMasks(within[:, None, None], reads, writes, passes)
+    is_same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
+    within = earlier & is_same
+    return ChunkMasks(
+        within[:, None, None],
+        reads=_factors(ids == before, dtype),
+        writes=_factors(ids == end, dtype),
+        passes=_factors(before == end, dtype),
+    )
+
+
+def _factors(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return 1 where a mask [b, c, ..] is True, else 0, as [b, 1, 1, c, .., 1]."""
+    numbers = mask.to(dtype)
+    return numbers[:, None, None, ..., None]

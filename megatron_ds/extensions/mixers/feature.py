@@ -47,6 +47,7 @@ FEATURES = [
         rules=rules_if(
             _is_on,
             own(".mixer_rules:kinds"),
+            own(".mixer_rules:halves"),
             own(".mixer_rules:heads"),
             own(".mixer_rules:others"),
         ),

@@ -27,6 +27,8 @@ from .chunk_masks import ChunkMasks, chunk_masks
 
 CHUNK = 64
 """Tokens of a chunk. Sums of twice as many squares cost more than the passes over the states that they save."""
+CHUNKS = 3
+"""The dimension of chunks."""
 
 
 @Operation
@@ -56,7 +58,15 @@ def linear_scan(
 class _Chunks:
     """The arguments, cut into c chunks: [b, g, n/g or 1, c, C, ..], in fp32 at least."""
 
-    def __init__(self, q, k, v, decay, beta, chunk):
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        chunk: int,
+    ):
         self.length = len(q)
         self.groups = q.shape[2]
         self.chunk = chunk
@@ -72,33 +82,54 @@ class _Chunks:
         """x [s, b, heads, d] → [b, g, heads/g, c, C, d]; 0 fills the last chunk."""
         missing = -len(x) % self.chunk
         x = F.pad(x.to(self.dtype), (0, 0, 0, 0, 0, 0, 0, missing))
-        x = x.unflatten(0, (-1, self.chunk)).unflatten(3, (self.groups, -1))
+        x = x.unflatten(0, (-1, self.chunk))
+        x = x.unflatten(3, (self.groups, -1))
         return x.permute(2, 3, 4, 0, 1, 5)
+
+    def _joined(self, chunks: list[torch.Tensor]) -> torch.Tensor:
+        """Return the tokens of chunks, each [b, g, n/g, C, d] → [s, b, n, d]."""
+        x = torch.stack(chunks)
+        x = x.permute(0, 4, 1, 2, 3, 5)
+        heads = x.flatten(3, 4)
+        return heads.flatten(0, 1)[: self.length]
+
+    def _since_begin(self, masks: ChunkMasks) -> torch.Tensor:
+        """Return the factors from the state before a chunk to each of its tokens."""
+        return self.total.exp() * masks.reads
 
     def scanned(self, masks: ChunkMasks) -> torch.Tensor:
         """Return o [s, b, n, dv]."""
         # Within chunks, for all of them at once.
-        gap = self.total - self.total.transpose(-1, -2)
+        gap = self.total - self.total.mT
         fade = gap.masked_fill(~masks.within, -torch.inf).exp()
-        read = self.q * (self.total.exp() * masks.reads)
-        inner = (self.q @ self.k.transpose(-1, -2)) * fade
-        write = self.k * ((self.total[..., -1:, :] - self.total).exp() * masks.writes)
+        read = self.q * self._since_begin(masks)
+        scores = self.q @ self.k.mT
+        inner = scores * fade
+        left = self.total[..., -1:, :] - self.total
+        write = self.k * (left.exp() * masks.writes)
         values, of_state = self._values(fade, masks)
         keeps = self.total[..., -1:, :].exp() * masks.passes
+        # Views of the chunks, one each.
+        reads = read.unbind(CHUNKS)
+        inners = inner.unbind(CHUNKS)
+        writes = write.unbind(CHUNKS)
+        news = values.unbind(CHUNKS)
+        of_states = None if of_state is None else of_state.unbind(CHUNKS)
+        kept = keeps.unbind(CHUNKS)
         # From chunk to chunk. The state is 0 before the first, and nothing reads that after the last.
-        parts = [inner[:, :, :, 0] @ values[:, :, :, 0]]
-        new = values[:, :, :, 0]
+        new = news[0]
+        parts = [inners[0] @ new]
         state = None
-        for i in range(1, values.shape[3]):
-            added = write[:, :, :, i - 1].transpose(-1, -2) @ new
-            state = added if state is None else state * keeps[:, :, :, i - 1] + added
-            new = values[:, :, :, i]
-            if of_state is not None:
-                new = new - of_state[:, :, :, i] @ state
-            parts.append(read[:, :, :, i] @ state + inner[:, :, :, i] @ new)
-        out = torch.stack(parts, 3)  # [b, g, n/g, c, C, dv]
-        out = out.permute(3, 4, 0, 1, 2, 5).flatten(3, 4).flatten(0, 1)
-        return out[: self.length]
+        for i in range(1, len(news)):
+            added = writes[i - 1].mT @ new
+            state = added if state is None else state * kept[i - 1] + added
+            new = news[i]
+            if of_states is not None:
+                new = new - of_states[i] @ state
+            # The sum of what tokens read of the state and of their own chunk.
+            of_earlier = reads[i] @ state
+            parts.append(of_earlier + inners[i] @ new)
+        return self._joined(parts)
 
     def _values(
         self, fade: torch.Tensor, masks: ChunkMasks
@@ -106,14 +137,19 @@ class _Chunks:
         """Return U [.., C, dv] and W [.., C, dk], None for 0."""
         if self.beta is None:
             return self.v, None
-        weighed = self.beta * fade * (self.k @ self.k.transpose(-1, -2))
-        # Substitution takes the diagonal for 1, whatever it has.
-        faded = self.k * (self.total.exp() * masks.reads)
+        squares = self.k @ self.k.mT
+        weighed = self.beta * fade * squares
+        faded = self.k * self._since_begin(masks)
         right = self.beta * torch.cat((self.v, faded), -1)
+        # Substitution takes the diagonal for 1, whatever it has.
         solved = torch.linalg.solve_triangular(
-            weighed, right, upper=False, unitriangular=True
+            weighed,
+            right,
+            upper=False,
+            unitriangular=True,
         )
-        values, of_state = solved.split((self.v.shape[-1], self.k.shape[-1]), -1)
+        sizes = (self.v.shape[-1], self.k.shape[-1])
+        values, of_state = solved.split(sizes, -1)
         return values, of_state
 
 
@@ -122,24 +158,35 @@ linear_scan.benchmark_sizes = ((4096, 128),)
 
 @linear_scan.example
 def _delta_example(
-    rows: int, width: int, dtype: torch.dtype, device: torch.device
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple:
     """Two groups of two heads, keys of length 1, several documents in each of two sequences."""
-    shapes = (rows, 2, 2, width), (rows, 2, 2, width), (rows, 2, 4, width)
-    q, k, v, gates, beta = random_tensors(
-        dtype, device, *shapes, (rows, 2, 4), (rows, 2, 4)
-    )
+    of_keys = (rows, 2, 2, width)
+    of_values = (rows, 2, 4, width)
+    of_gates = (rows, 2, 4)
+    shapes = (of_keys, of_keys, of_values, of_gates, of_gates)
+    q, k, v, gates, beta = random_tensors(dtype, device, *shapes)
+    # Numbers as models have them.
     k = F.normalize(k.detach(), dim=-1).requires_grad_()
     decay = -F.softplus(gates.detach()).requires_grad_()
     beta = beta.detach().sigmoid().requires_grad_()
+    # A document ends after one of ten tokens.
     draw = random_generator(device, 2 * rows)
-    ends = torch.rand(2, rows, generator=draw, device=draw.device) < 0.1
-    return q, k, v, decay, beta, ends.cumsum(1).to(device), 16
+    chances = torch.rand(2, rows, generator=draw, device=draw.device)
+    ends = chances < 0.1
+    documents = ends.cumsum(1).to(device)
+    return q, k, v, decay, beta, documents, 16
 
 
 @linear_scan.example
 def _state_space_example(
-    rows: int, width: int, dtype: torch.dtype, device: torch.device
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple:
     """The same without β and documents; the last chunk is not full."""
     q, k, v, decay, *_ = _delta_example(rows, width, dtype, device)
@@ -152,14 +199,13 @@ def _scan_work(q, k, v, decay, beta=None, documents=None, chunk=CHUNK) -> CallWo
     s, b, groups, dk = q.shape
     heads, dv = v.shape[2:]
     has_rule = beta is not None
-    products = scan_products(s, groups, heads, dk, dv, has_rule, chunk)
-    moved = sum(x.numel() * x.element_size() for x in (q, k, v, v, decay))
+    of_one = scan_products(s, groups, heads, dk, dv, has_rule, chunk)
+    products = tuple(each._replace(number=each.number * b) for each in of_one)
+    # The result has the size of v.
+    passed = (q, k, v, v, decay)
+    moved = sum(x.numel() * x.element_size() for x in passed)
     dtype = torch.promote_types(v.dtype, torch.float32)
-    return CallWork(
-        tuple(p._replace(number=p.number * b) for p in products),
-        nbytes=moved,
-        dtype=dtype,
-    )
+    return CallWork(products, nbytes=moved, dtype=dtype)
 
 
 def scan_products(
@@ -173,18 +219,19 @@ def scan_products(
 ) -> tuple[Product, ...]:
     """Return the products of a scan of one sequence. has_rule: the delta rule."""
     count = -(-s // chunk)
-    passed = count - 1  # states between chunks
+    within = heads * count
+    between = heads * (count - 1)  # states between chunks
     scores = (1 + has_rule) * groups * count
     products = (
         Product(scores, chunk, chunk, dk),  # Q Kᵀ, K Kᵀ
-        Product(heads * count, chunk, dv, chunk),  # (Q Kᵀ ∘ Γ) V'
-        Product(heads * passed, chunk, dv, dk),  # Q S
-        Product(heads * passed, dk, dv, chunk),  # Kᵀ V'
+        Product(within, chunk, dv, chunk),  # (Q Kᵀ ∘ Γ) V'
+        Product(between, chunk, dv, dk),  # Q S
+        Product(between, dk, dv, chunk),  # Kᵀ V'
     )
     if not has_rule:
         return products
     return (
         *products,
-        Product(heads * count, chunk, dk + dv, chunk),  # U, W
-        Product(heads * passed, chunk, dv, dk),  # W S
+        Product(within, chunk, dk + dv, chunk),  # U, W
+        Product(between, chunk, dv, dk),  # W S
     )

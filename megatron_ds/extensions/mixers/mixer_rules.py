@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ...config.messages import divisors, either
+from ...config.options.model import ModelConfig
 from ...config.run import RunConfig
 from ...config.sources.reading import attempt
 from .layer_kinds import DELTA, EXPERTS, MAMBA, kinds_of
@@ -12,7 +13,7 @@ LTD = "random_ltd.random_ltd"
 
 
 def kinds(config: RunConfig) -> Iterator[str]:
-    """One option describes the layers, of a GPT, and its experts are where the pattern has them."""
+    """One option describes the layers, of a GPT."""
     model = config.model
     if model.hybrid_layer_pattern is None and model.linear_attention_freq is None:
         return
@@ -21,31 +22,45 @@ def kinds(config: RunConfig) -> Iterator[str]:
             f"[model]: layers with a state go through a text from left to right, and {model.model} may not. Use "
             "--model gpt."
         )
-    if model.hybrid_layer_pattern and model.linear_attention_freq:
+    if _has_two_descriptions(model):
         yield (
-            "[hybrid_layer_pattern] and [linear_attention_freq] both say what each layer is. Give only one."
+            "[hybrid_layer_pattern] and [linear_attention_freq] both choose what each layer is; give one."
         )
         return
-    if not model.num_layers:
-        return
+    # What is wrong with the pattern itself.
     problems: list[str] = []
-    pattern = attempt(problems, kinds_of, model)
+    if model.num_layers:
+        attempt(problems, kinds_of, model)
     yield from problems
-    if pattern is None or model.hybrid_layer_pattern is None:
+
+
+def halves(config: RunConfig) -> Iterator[str]:
+    """Experts are where a pattern of half blocks has them, and half blocks have no parallel or second norm."""
+    model = config.model
+    is_readable = model.num_layers and not _has_two_descriptions(model)
+    if model.hybrid_layer_pattern is None or not is_readable:
         return
+    pattern = attempt([], kinds_of, model)
+    if pattern is None:
+        return
+    # The experts of the pattern, and those of the other options.
+    problems: list[str] = []
     wanted = tuple(letter == EXPERTS for letter in pattern)
     found = attempt(problems, lambda: tuple(map(bool, model.experts)))
     if not problems and found != wanted:
         yield (
             "[hybrid_layer_pattern] has experts in layers where --num-experts and --moe-layer-freq have none, or the "
-            "other way round. Give --num-experts, and leave --moe-layer-freq out: the pattern says which layers have "
-            "them."
+            "other way round. Give --num-experts, and leave --moe-layer-freq out: the pattern has their places."
         )
     if model.use_parallel_residual or model.norm_after_sublayer:
         yield (
             "[hybrid_layer_pattern]: its layers are halves of blocks, which have neither --use-parallel-residual nor "
             "--norm-after-sublayer. Remove these."
         )
+
+
+def _has_two_descriptions(model: ModelConfig) -> bool:
+    return bool(model.hybrid_layer_pattern and model.linear_attention_freq)
 
 
 def heads(config: RunConfig) -> Iterator[str]:

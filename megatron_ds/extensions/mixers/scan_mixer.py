@@ -104,6 +104,7 @@ class ScanMixer(nn.Module):
         self.groups = check_divides(
             noun, sizes.groups, ctx.tp, "each rank holds whole groups of heads"
         )
+        # From the hidden state to all parts of each group.
         self.in_proj = ColumnParallelLinear(
             config.hidden_size,
             sizes.groups * sum(sizes.parts),
@@ -114,6 +115,7 @@ class ScanMixer(nn.Module):
         )
         weight = self.in_proj.weight
         weight.spec = replace(weight.spec, matrices=Matrices(sizes.groups, sizes.parts))
+        # What mixes the tokens, and the way back.
         self._make_state(conv_bias)
         self.make_norm()
         self.out_proj = RowParallelLinear(

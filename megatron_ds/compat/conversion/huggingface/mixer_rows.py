@@ -19,29 +19,33 @@ from ..family import Row
 from ..packings import QKV_SPLIT, Packing, Parts
 from .rows import LAYER, QWEN_MOE_ROWS, WORDS
 
-Sizes = Callable[[ModelConfig], tuple[int, tuple[int, ...]]]
-"""(model) → (groups, rows of each part of a group)"""
+GroupSizes = tuple[int, tuple[int, ...]]
+"""(groups, rows of each part of a group)"""
+Sizes = Callable[[ModelConfig], GroupSizes]
 
 
 def by_group(parts: Parts, groups: int) -> torch.Tensor:
     """Parts, each [groups × its rows, ..] → for each group the rows of all parts."""
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(
-        0, 1
-    )
+    of_groups = [part.unflatten(0, (groups, -1)) for part in parts]
+    joined = torch.cat(of_groups, 1)
+    return joined.flatten(0, 1)
 
 
 def by_part(
-    rows: torch.Tensor, groups: int, sizes: Sequence[int]
+    rows: torch.Tensor,
+    groups: int,
+    sizes: Sequence[int],
 ) -> list[torch.Tensor]:
     """Return the parts that `by_group` joins."""
-    of_groups = rows.unflatten(0, (groups, -1)).split(list(sizes), 1)
-    return [part.flatten(0, 1) for part in of_groups]
+    of_groups = rows.unflatten(0, (groups, -1))
+    parts = of_groups.split(list(sizes), 1)
+    return [part.flatten(0, 1) for part in parts]
 
 
 # ---- Gated delta nets.
 
 
-def _delta(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
+def _delta(model: ModelConfig) -> GroupSizes:
     """Return the groups, and the rows z, q, k, v, b, a of each."""
     groups = model.linear_num_key_heads
     heads = model.linear_num_value_heads // groups
@@ -53,17 +57,21 @@ def _delta(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
 def _from_qkvz_ba(parts: Parts, model: ModelConfig) -> torch.Tensor:
     """Rows q, k, v, z of each group, and b, a of each → ours."""
     groups, (z, q, k, v, b, a) = _delta(model)
-    *qkv, gate = by_part(parts[0], groups, (q, k, v, z))
-    return by_group((gate, *qkv, *by_part(parts[1], groups, (b, a))), groups)
+    *channels, gate = by_part(parts[0], groups, (q, k, v, z))
+    numbers = by_part(parts[1], groups, (b, a))
+    return by_group((gate, *channels, *numbers), groups)
 
 
 def _to_qkvz_ba(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
     groups, sizes = _delta(model)
     z, q, k, v, b, a = by_part(rows, groups, sizes)
-    return [by_group((q, k, v, z), groups), by_group((b, a), groups)]
+    return [
+        by_group((q, k, v, z), groups),
+        by_group((b, a), groups),
+    ]
 
 
-def _delta_channels(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
+def _delta_channels(model: ModelConfig) -> GroupSizes:
     groups, sizes = _delta(model)
     return groups, sizes[1:4]
 
@@ -71,7 +79,7 @@ def _delta_channels(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
 # ---- Mamba-2.
 
 
-def _mamba(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
+def _mamba(model: ModelConfig) -> GroupSizes:
     """Return the groups, and the rows z, x, B, C, dt of each."""
     groups = model.mamba_num_groups
     heads = model.mamba_heads // groups
@@ -80,7 +88,7 @@ def _mamba(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
     return groups, (values, values, keys, keys, heads)
 
 
-def _mamba_channels(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
+def _mamba_channels(model: ModelConfig) -> GroupSizes:
     groups, sizes = _mamba(model)
     return groups, sizes[1:4]
 
@@ -90,13 +98,18 @@ def _mamba_channels(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
 
 def _parts_first(sizes: Sizes, parts: Parts, model: ModelConfig) -> torch.Tensor:
     groups, rows = sizes(model)
-    return by_group(parts[0].split([groups * n for n in rows]), groups)
+    of_parts = [groups * count for count in rows]
+    return by_group(parts[0].split(of_parts), groups)
 
 
 def _groups_first(
-    sizes: Sizes, rows: torch.Tensor, model: ModelConfig
+    sizes: Sizes,
+    rows: torch.Tensor,
+    model: ModelConfig,
 ) -> list[torch.Tensor]:
-    return [torch.cat(by_part(rows, *sizes(model)))]
+    groups, of_parts = sizes(model)
+    parts = by_part(rows, groups, of_parts)
+    return [torch.cat(parts)]
 
 
 def _conv(sizes: Sizes) -> Packing:
@@ -104,11 +117,15 @@ def _conv(sizes: Sizes) -> Packing:
 
     def to_ours(parts: Parts, model: ModelConfig) -> torch.Tensor:
         taps = parts[0]
-        return _parts_first(sizes, [taps.squeeze(1) if taps.dim() > 1 else taps], model)
+        if taps.dim() > 1:
+            taps = taps.squeeze(1)
+        return _parts_first(sizes, [taps], model)
 
     def to_theirs(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
         (taps,) = _groups_first(sizes, rows, model)
-        return [taps.unsqueeze(1) if taps.dim() > 1 else taps]
+        if taps.dim() > 1:
+            taps = taps.unsqueeze(1)
+        return [taps]
 
     return Packing("channels by part", to_ours, to_theirs)
 
@@ -116,7 +133,9 @@ def _conv(sizes: Sizes) -> Packing:
 DELTA_IN = Packing("q, k, v, z and b, a by group", _from_qkvz_ba, _to_qkvz_ba)
 DELTA_CONV = _conv(_delta_channels)
 MAMBA_IN = Packing(
-    "z, x, B, C, dt", partial(_parts_first, _mamba), partial(_groups_first, _mamba)
+    "z, x, B, C, dt",
+    partial(_parts_first, _mamba),
+    partial(_groups_first, _mamba),
 )
 MAMBA_CONV = _conv(_mamba_channels)
 
@@ -126,18 +145,21 @@ MAMBA_CONV = _conv(_mamba_channels)
 
 def _gated_heads(parts: Parts, model: ModelConfig) -> torch.Tensor:
     """Rows q, gate of each head, K and V → our rows q.., k, v, gate.. of each group."""
-    pairs = parts[0].unflatten(0, (model.num_attention_heads, 2, -1))
-    queries, gates = (pair.flatten(0, 1) for pair in pairs.unbind(1))
-    return by_group((queries, *parts[1:], gates), model.query_groups)
+    pairs, keys, values = parts
+    of_heads = pairs.unflatten(0, (model.num_attention_heads, 2, -1))
+    queries, gates = (part.flatten(0, 1) for part in of_heads.unbind(1))
+    return by_group((queries, keys, values, gates), model.query_groups)
 
 
 def _ungated_heads(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    heads = model.num_attention_heads
+    groups = model.query_groups
     d = model.head_dim
-    queries = model.num_attention_heads // model.query_groups * d
-    sizes = (queries, d, d, queries)
-    q, k, v, gates = by_part(rows, model.query_groups, sizes)
-    pairs = (part.unflatten(0, (model.num_attention_heads, -1)) for part in (q, gates))
-    return [torch.stack(list(pairs), 1).flatten(0, 2), k, v]
+    width = heads // groups * d
+    queries, keys, values, gates = by_part(rows, groups, (width, d, d, width))
+    of_heads = [part.unflatten(0, (heads, -1)) for part in (queries, gates)]
+    pairs = torch.stack(of_heads, 1)
+    return [pairs.flatten(0, 2), keys, values]
 
 
 GATED_QKV = Packing("q with gates, k and v", _gated_heads, _ungated_heads)
@@ -148,26 +170,27 @@ GATED_QKV = Packing("q with gates, k and v", _gated_heads, _ungated_heads)
 
 def _mixer_rows(theirs: str, projections: Row, conv: Packing) -> tuple[Row, ...]:
     """Return the rows of a mixer. theirs: the name of the module."""
-    ours = f"{LAYER}self_attention"
+    same = ("norm.weight", "out_proj.{leaf}", "A_log", "dt_bias", "D")
     return (
         projections,
-        Row(f"{ours}.conv1d.{{leaf}}", f"{theirs}.conv1d.{{leaf}}", conv),
-        Row(f"{ours}.norm.weight", f"{theirs}.norm.weight"),
-        Row(f"{ours}.out_proj.{{leaf}}", f"{theirs}.out_proj.{{leaf}}"),
-        *(
-            Row(f"{ours}.{name}", f"{theirs}.{name}")
-            for name in ("A_log", "dt_bias", "D")
-        ),
+        replace(_same_name("conv1d.{leaf}", theirs), packing=conv),
+        *(_same_name(name, theirs) for name in same),
     )
 
 
+def _same_name(name: str, theirs: str) -> Row:
+    """Return the row of a tensor of a mixer that both give the same name."""
+    return Row(MIXED + name, f"{theirs}.{name}")
+
+
+MIXED = LAYER + "self_attention."
 DELTA = "model.layers.{i}.linear_attn"
 
 
 def _qwen_rows(projections: str, packing: Packing) -> tuple[Row, ...]:
     """Return the rows of a model of Qwen. projections: names of the first ones of a gated delta net."""
-    names = " ".join(f"{DELTA}.in_proj_{name}.weight" for name in projections.split())
-    first = Row(f"{LAYER}self_attention.in_proj.weight", names, packing)
+    names = [f"{DELTA}.in_proj_{name}.weight" for name in projections.split()]
+    first = Row(MIXED + "in_proj.weight", " ".join(names), packing)
     gated = (
         replace(row, packing=GATED_QKV) if row.packing is QKV_SPLIT else row
         for row in QWEN_MOE_ROWS
@@ -177,28 +200,36 @@ def _qwen_rows(projections: str, packing: Packing) -> tuple[Row, ...]:
 
 QWEN3_NEXT_ROWS = _qwen_rows("qkvz ba", DELTA_IN)
 HALF = "backbone.layers.{i}"
-MIXER = f"{HALF}.mixer"
+
+
+def _half_row(ours: str, theirs: str) -> Row:
+    """Return the row of a tensor of a half block. theirs: names, separated by spaces."""
+    names = [f"{HALF}.{name}" for name in theirs.split()]
+    return Row(LAYER + ours, " ".join(names))
+
+
 NEMOTRON_H_ROWS = (
     Row(WORDS, "backbone.embeddings.weight"),
     Row("output_layer.weight", "lm_head.weight"),
     Row("decoder.final_layernorm.{leaf}", "backbone.norm_f.{leaf}"),
-    Row(f"{LAYER}input_layernorm.{{leaf}}", f"{HALF}.norm.{{leaf}}"),
-    Row(f"{LAYER}pre_mlp_layernorm.{{leaf}}", f"{HALF}.norm.{{leaf}}"),
+    _half_row("input_layernorm.{leaf}", "norm.{leaf}"),
+    _half_row("pre_mlp_layernorm.{leaf}", "norm.{leaf}"),
     *_mixer_rows(
-        MIXER,
-        Row(
-            f"{LAYER}self_attention.in_proj.{{leaf}}",
-            f"{MIXER}.in_proj.{{leaf}}",
-            MAMBA_IN,
+        f"{HALF}.mixer",
+        replace(
+            _half_row("self_attention.in_proj.{leaf}", "mixer.in_proj.{leaf}"),
+            packing=MAMBA_IN,
         ),
         MAMBA_CONV,
     ),
-    Row(
-        f"{LAYER}self_attention.linear_qkv.{{leaf}}",
-        " ".join(f"{MIXER}.{part}_proj.{{leaf}}" for part in "qkv"),
-        QKV_SPLIT,
+    replace(
+        _half_row(
+            "self_attention.linear_qkv.{leaf}",
+            "mixer.q_proj.{leaf} mixer.k_proj.{leaf} mixer.v_proj.{leaf}",
+        ),
+        packing=QKV_SPLIT,
     ),
-    Row(f"{LAYER}self_attention.linear_proj.{{leaf}}", f"{MIXER}.o_proj.{{leaf}}"),
-    Row(f"{LAYER}mlp.linear_fc1.{{leaf}}", f"{MIXER}.up_proj.{{leaf}}"),
-    Row(f"{LAYER}mlp.linear_fc2.{{leaf}}", f"{MIXER}.down_proj.{{leaf}}"),
+    _half_row("self_attention.linear_proj.{leaf}", "mixer.o_proj.{leaf}"),
+    _half_row("mlp.linear_fc1.{leaf}", "mixer.up_proj.{leaf}"),
+    _half_row("mlp.linear_fc2.{leaf}", "mixer.down_proj.{leaf}"),
 )
