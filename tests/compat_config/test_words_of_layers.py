@@ -49,10 +49,19 @@ def parsed(words: str, ranks: int = 1):
             "--num-layers 4 --pipeline-layout 1,3 --pipeline-model-parallel-size 2",
             2,
         ),
+        (f"--hybrid-layer-pattern *-*- --spec {STACK}", "--num-layers 2", 1),
+        # Layers that are no whole blocks are halves.
         (
-            f"--hybrid-layer-pattern *-*- --spec {STACK} --mamba-state-dim 128",
-            "--num-layers 2",
+            "--hybrid-layer-pattern M-*G --mamba-num-groups 1",
+            "--num-layers 4 --mixer-pattern M-*G --mamba-num-groups 1",
             1,
+        ),
+        ("--hybrid-layer-pattern **-", "--num-layers 3 --mixer-pattern **-", 1),
+        ("--hybrid-layer-pattern *-*", "--num-layers 3 --mixer-pattern *-*", 1),
+        (
+            "--hybrid-layer-pattern *|-*- --pipeline-model-parallel-size 2",
+            "--num-layers 4 --mixer-pattern *-*- --pipeline-layout 1,3 --pipeline-model-parallel-size 2",
+            2,
         ),
         (
             "--num-layers 2 --glu-activation swiglu",
@@ -122,14 +131,8 @@ def shapes(config):
 @pytest.mark.parametrize(
     "pattern, says",
     [
-        ("M-*-", "half 1 is Mamba"),
-        ("*-G-", "half 3 is gated delta net"),
         ("+-", "half 1 is multi-latent attention"),
         ("D-", "half 1 is sparse attention"),
-        ("**-", "half 2 is attention where a layer has a feed-forward"),
-        ("*--*-", "half 3 is feed-forward where a layer has attention"),
-        ("*-*", "no feed-forward follows"),
-        ("*|-*-", "layers are not cut in two"),
         ("*-/*-", "more than the next token"),
         ("*-X", "'X' stands for no half"),
         ("|", "one for each half"),

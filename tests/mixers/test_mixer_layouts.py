@@ -30,7 +30,7 @@ JOBS = {
         f"--num-layers 3 --linear-attention-freq [1,0,1] --linear-attention-type mamba {MAMBA}"
     ),
     "halves": (
-        f"--num-layers 6 --hybrid-layer-pattern M-*EGM --num-experts 4 --moe-router-topk 2 {DELTA} {MAMBA} "
+        f"--num-layers 6 --mixer-pattern M-*EGM --num-experts 4 --moe-router-topk 2 {DELTA} {MAMBA} "
         "--disable-bias-linear --normalization RMSNorm"
     ),
 }

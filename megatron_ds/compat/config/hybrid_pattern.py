@@ -1,11 +1,11 @@
 """--hybrid-layer-pattern of Megatron's pretrain_hybrid.py → the options of a GPT here.
 
 A pattern that alternates attention and a feed-forward, or experts, is a GPT with half as many layers: Megatron
-spells a plain GPT so since it deprecated its GPTModel. Other patterns are refused, with the first half that a GPT does
-not have.
+spells a plain GPT so since it deprecated its GPTModel. Another pattern of halves that exist here is --mixer-pattern,
+whose layers are the halves. The rest is refused, with the first half that is not available.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -16,11 +16,14 @@ from .layer_halves import (
     ATTENTION,
     EXPERTS,
     FEED_FORWARD,
-    Half,
+    HALVES,
     PatternHalves,
     read_halves,
 )
 from .word_readers import deferred, settings_of, word_of
+
+# What a half computes → its letter, of those that models here can have.
+AVAILABLE = {kind: letter for letter, kind in HALVES.items() if letter in "*-EMG"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class ExpertLayers(Deferred):
 
 
 def settings_of_pattern(words: Sequence[str], flag: str) -> list[Setting]:
-    """Return the settings of a pattern that is a GPT. Raises ConfigError for another one."""
+    """Return the settings of a pattern. Raises ConfigError for halves that are not available."""
     pattern = word_of(words, flag, "a pattern such as *-*-")
     halves = read_halves(pattern, flag)
     if halves.further_tokens:
@@ -56,50 +59,53 @@ def settings_of_pattern(words: Sequence[str], flag: str) -> list[Setting]:
             f"{flag} {pattern[:60]}: predicting more than the next token is not available. Remove what follows the "
             "first /."
         )
-    experts = tuple(_experts_of_layers(halves, flag))
+    if not _is_gpt(halves):
+        return _settings_of_halves(halves, flag)
+    seconds = halves.main[1::2]
+    experts = tuple(half.kind == EXPERTS for half in seconds)
     found = [
         deferred(flag, "--num-layers", LayerCount(len(experts))),
         deferred(flag, "--moe-layer-freq", ExpertLayers(experts)),
     ]
     if halves.segments > 1:
-        found += settings_of(flag, ["--pipeline-layout", _layout(halves)])
+        found += settings_of(flag, ["--pipeline-layout", _layout(halves, 2)])
     return found
 
 
-def _experts_of_layers(halves: PatternHalves, flag: str) -> Iterator[bool]:
-    """Yield whether each layer has experts. Raises ConfigError for a half that is not its half of a GPT's layer."""
-    for i, half in enumerate(halves.main):
-        is_second = i % 2 == 1
-        if half.kind not in ((FEED_FORWARD, EXPERTS) if is_second else (ATTENTION,)):
-            raise ConfigError(_not_a_gpt(half, i, flag))
-        if is_second and half.segment != halves.main[i - 1].segment:
-            raise ConfigError(
-                f"{flag}: half {i + 1} begins a pipeline stage, and layers are not cut in two. Put | before an attention."
-            )
-        if is_second:
-            yield half.kind == EXPERTS
-    if len(halves.main) % 2:
-        raise ConfigError(
-            f"{flag} ends with an attention that no feed-forward follows: layers have both halves. Add - or E."
-        )
-
-
-def _not_a_gpt(half: Half, i: int, flag: str) -> str:
-    known = (ATTENTION, FEED_FORWARD, EXPERTS)
-    if half.kind not in known:
-        why = f"is {half.kind}, which is not available"
-    else:
-        wanted = "a feed-forward or experts" if i % 2 else "attention"
-        why = f"is {half.kind} where a layer has {wanted}: layers of one half are not available"
-    return (
-        f"{flag}: half {i + 1} {why}. A pattern here alternates attention (*) and a feed-forward (-) or experts (E), "
-        "such as *-*-*E."
+def _is_gpt(halves: PatternHalves) -> bool:
+    """Return whether halves are those of whole layers, of which no pipeline stage has a part."""
+    firsts = halves.main[::2]
+    seconds = halves.main[1::2]
+    if len(firsts) != len(seconds):
+        return False
+    return all(
+        first.kind == ATTENTION
+        and second.kind in (FEED_FORWARD, EXPERTS)
+        and first.segment == second.segment
+        for first, second in zip(firsts, seconds, strict=True)
     )
 
 
-def _layout(halves: PatternHalves) -> str:
-    """Return the layers of each stage as --pipeline-layout has them. A stage may be empty."""
+def _settings_of_halves(halves: PatternHalves, flag: str) -> list[Setting]:
+    """Return the settings of a model whose layers are halves. Raises ConfigError for one that is not available."""
+    for i, half in enumerate(halves.main):
+        if half.kind not in AVAILABLE:
+            raise ConfigError(
+                f"{flag}: half {i + 1} is {half.kind}, which is not available. Use {', '.join(AVAILABLE.values())}."
+            )
+    pattern = "".join(AVAILABLE[half.kind] for half in halves.main)
+    found = [
+        deferred(flag, "--num-layers", LayerCount(len(pattern))),
+        *settings_of(flag, ["--mixer-pattern", pattern]),
+    ]
+    if halves.segments > 1:
+        found += settings_of(flag, ["--pipeline-layout", _layout(halves, 1)])
+    return found
+
+
+def _layout(halves: PatternHalves, of_layer: int) -> str:
+    """Return the layers of each stage as --pipeline-layout has them. A stage may be empty. of_layer: its halves"""
     counts = dict.fromkeys(range(halves.segments), 0)
     for segment, members in groupby(halves.main, lambda half: half.segment):
-        counts[segment] = len(list(members)) // 2
+        counts[segment] = len(list(members)) // of_layer
     return ",".join(map(str, counts.values()))

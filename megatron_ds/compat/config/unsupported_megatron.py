@@ -61,7 +61,6 @@ MEGATRON_FLAGS = table(
         "data-parallel ranks": "--no-use-layer-wise-param-layout --num-distributed-optimizer-instances",
         "no effect yet: selective recomputation is that of core attention alone. What is recomputed changes "
         "memory and time, no number": "--recompute-modules",
-        "it describes layers of Mamba, of which a pattern here has none": "--mamba-head-dim --mamba-num-groups --mamba-num-heads --mamba-state-dim",
         "the launcher is recognised from the environment": "--master-addr --master-port",
         "rank 0 logs progress, other ranks warnings": "--logging-level",
         "no feature needs it": "--enable-experimental",
@@ -75,8 +74,8 @@ MEGATRON_FLAGS = table(
         "to exchange": "--force-ds-sequence-parallel",
     },
     refused={
-        "layers of Mamba are not available: write --hybrid-layer-pattern with attention (*), and a feed-forward (-) or "
-        "experts (E) after each.": "--hybrid-attention-ratio --hybrid-mlp-ratio",
+        "the places of layers have one spelling: write --hybrid-layer-pattern with M (Mamba), * (attention), - (feed-forward) "
+        "and E (experts).": "--hybrid-attention-ratio --hybrid-mlp-ratio",
         "attention is not divided into chunks of a sequence. Remove it.": "--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size "
         "--ds-sequence-parallel-fpdt-offloading",
         "attention sees all keys that its options name. Remove it.": "--dsa-indexer-head-dim --dsa-indexer-loss-coeff --dsa-indexer-n-heads "

@@ -63,8 +63,8 @@ TEMPLATE_NAME = re.compile(
 
 
 NO_PATTERN = (
-    "without --hybrid-layer-pattern all its layers are Mamba layers, which are not available. Give a pattern such as "
-    "*-*-, or start pretrain_gpt.py."
+    "without --hybrid-layer-pattern all its layers are Mamba layers, and what they have besides is not stated. Give a "
+    "pattern such as M-M*-, or start pretrain_gpt.py."
 )
 
 

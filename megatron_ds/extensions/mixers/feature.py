@@ -15,7 +15,7 @@ MIXER = own(".layer_mixers:mixer_of_block")
 def _has_mixers(model: Any) -> bool:
     return (
         model.attention_output_gate
-        or model.hybrid_layer_pattern is not None
+        or model.mixer_pattern is not None
         or model.linear_attention_freq is not None
     )
 
@@ -31,11 +31,11 @@ def _mixer(model: Any, block: int) -> Any | None:
 
 def _implied(config: Any) -> dict[str, tuple[Any, str]]:
     """Return which layers have experts, by the pattern."""
-    pattern = config.model.hybrid_layer_pattern or ""
+    pattern = config.model.mixer_pattern or ""
     if "E" not in pattern:
         return {}
     layers = [int(letter == "E") for letter in pattern]
-    return {"model.moe_layer_freq": (str(layers), "--hybrid-layer-pattern")}
+    return {"model.moe_layer_freq": (str(layers), "--mixer-pattern")}
 
 
 FEATURES = [

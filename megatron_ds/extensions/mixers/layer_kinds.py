@@ -23,8 +23,8 @@ STATES = {"gated_delta_net": DELTA, "mamba": MAMBA}
 
 def halves_of(config: Any) -> str:
     """Return the character of each layer of a pattern, a model's options. Raises ConfigError."""
-    pattern = config.hybrid_layer_pattern
-    flag = "--hybrid-layer-pattern"
+    pattern = config.mixer_pattern
+    flag = "--mixer-pattern"
     unknown = sorted(set(pattern) - set(NOUNS))
     if unknown:
         known = ", ".join(f"{letter} {noun}" for letter, noun in NOUNS.items())
@@ -41,7 +41,7 @@ def halves_of(config: Any) -> str:
 
 def kinds_of(config: Any) -> str:
     """Return the character of each layer; those of whole blocks name what mixes their tokens. Raises ConfigError."""
-    if config.hybrid_layer_pattern is not None:
+    if config.mixer_pattern is not None:
         return halves_of(config)
     layers = config.num_layers
     if config.linear_attention_freq is None:

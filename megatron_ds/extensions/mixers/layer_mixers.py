@@ -115,7 +115,7 @@ class HalfLayer(Mixer):
         self.kind = f"{kind}_half_"
         self.inner = inner
         of_inner = () if inner is None else inner.fields
-        self.fields = tuple(dict.fromkeys(("hybrid_layer_pattern", *of_inner)))
+        self.fields = tuple(dict.fromkeys(("mixer_pattern", *of_inner)))
 
     def rotary(self, config: ModelConfig, shared: Rotary | None) -> Rotary | None:
         """Return that of the inner mixer."""
@@ -186,6 +186,6 @@ def mixer_of_block(config: ModelConfig, block: int) -> Mixer | None:
     """Return the mixer of a layer that the options name; None for plain self-attention."""
     letter = config.mixer_kinds[block]
     is_gated = config.attention_output_gate and letter == ATTENTION
-    if config.hybrid_layer_pattern is not None:
+    if config.mixer_pattern is not None:
         return GATED_HALF if is_gated else HALVES[letter]
     return GATED_ATTENTION if is_gated else STATES.get(letter)

@@ -6,7 +6,7 @@ from ...config.options.need import need
 from ...config.options.option import option
 from .layer_kinds import STATES, kinds_of
 
-PATTERN = need("model.hybrid_layer_pattern")
+PATTERN = need("model.mixer_pattern")
 STATE = PATTERN | need("model.linear_attention_freq")
 BY_FLAG = "It is for models that were trained so."
 
@@ -15,10 +15,9 @@ BY_FLAG = "It is for models that were trained so."
 class MixerOptions:
     """Names are Megatron's where it has them. Without a pattern all layers have attention."""
 
-    hybrid_layer_pattern: str | None = option(
+    mixer_pattern: str | None = option(
         None,
         strip="\"'",
-        flags=["--hybrid-override-pattern"],
         help="The layers of a hybrid model, a character each: M Mamba-2, G gated delta net, * attention, - "
         "feed-forward, E experts, such as M-M-M*-. Each layer is one of them with its norm and residual sum, and "
         "--num-layers counts all of them.",
@@ -113,7 +112,7 @@ class MixerOptions:
 
     @property
     def mixer_kinds(self) -> str:
-        """The character of each layer, as in --hybrid-layer-pattern. Raises ConfigError."""
+        """The character of each layer, as in --mixer-pattern. Raises ConfigError."""
         return kinds_of(self)
 
     @property

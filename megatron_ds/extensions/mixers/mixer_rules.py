@@ -15,7 +15,7 @@ LTD = "random_ltd.random_ltd"
 def kinds(config: RunConfig) -> Iterator[str]:
     """One option describes the layers, of a GPT."""
     model = config.model
-    if model.hybrid_layer_pattern is None and model.linear_attention_freq is None:
+    if model.mixer_pattern is None and model.linear_attention_freq is None:
         return
     if model.model != "gpt":
         yield (
@@ -24,7 +24,7 @@ def kinds(config: RunConfig) -> Iterator[str]:
         )
     if _has_two_descriptions(model):
         yield (
-            "[hybrid_layer_pattern] and [linear_attention_freq] both choose what each layer is; give one."
+            "[mixer_pattern] and [linear_attention_freq] both choose what each layer is; give one."
         )
         return
     # What is wrong with the pattern itself.
@@ -38,7 +38,7 @@ def halves(config: RunConfig) -> Iterator[str]:
     """Experts are where a pattern of half blocks has them, and half blocks have no parallel or second norm."""
     model = config.model
     is_readable = model.num_layers and not _has_two_descriptions(model)
-    if model.hybrid_layer_pattern is None or not is_readable:
+    if model.mixer_pattern is None or not is_readable:
         return
     pattern = attempt([], kinds_of, model)
     if pattern is None:
@@ -49,18 +49,18 @@ def halves(config: RunConfig) -> Iterator[str]:
     found = attempt(problems, lambda: tuple(map(bool, model.experts)))
     if not problems and found != wanted:
         yield (
-            "[hybrid_layer_pattern] has experts in layers where --num-experts and --moe-layer-freq have none, or the "
+            "[mixer_pattern] has experts in layers where --num-experts and --moe-layer-freq have none, or the "
             "other way round. Give --num-experts, and leave --moe-layer-freq out: the pattern has their places."
         )
     if model.use_parallel_residual or model.norm_after_sublayer:
         yield (
-            "[hybrid_layer_pattern]: its layers are halves of blocks, which have neither --use-parallel-residual nor "
+            "[mixer_pattern]: its layers are halves of blocks, which have neither --use-parallel-residual nor "
             "--norm-after-sublayer. Remove these."
         )
 
 
 def _has_two_descriptions(model: ModelConfig) -> bool:
-    return bool(model.hybrid_layer_pattern and model.linear_attention_freq)
+    return bool(model.mixer_pattern and model.linear_attention_freq)
 
 
 def heads(config: RunConfig) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _divided(config: RunConfig, name: str, groups: int) -> Iterator[str]:
 def others(config: RunConfig) -> Iterator[str]:
     """Features that know blocks of attention alone are refused."""
     model = config.model
-    is_mixed = bool(model.hybrid_layer_pattern or model.linear_attention_freq)
+    is_mixed = bool(model.mixer_pattern or model.linear_attention_freq)
     if config.get(LORA):
         yield (
             f"[{LORA}]: adapters know the projections of attention and of the feed-forward, which a model with "

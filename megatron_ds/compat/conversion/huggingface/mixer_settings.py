@@ -11,7 +11,7 @@ from .windows import FULL
 
 Settings = Mapping[str, Any]
 LINEAR = "linear_attention"
-# Names of layers of Nemotron-H, in both spellings → characters of --hybrid-layer-pattern.
+# Names of layers of Nemotron-H, in both spellings → characters of --mixer-pattern.
 HALVES = {
     LINEAR: "M",
     FULL: "*",
@@ -86,7 +86,7 @@ class HalfLayers:
                 f"hybrid_override_pattern has {odd[0]!r}, and layers of Mamba-2, attention and feed-forwards are "
                 "read: M, * and -. The experts of Nemotron-3 are not"
             )
-        return {"num_layers": len(pattern), "hybrid_layer_pattern": pattern}
+        return {"num_layers": len(pattern), "mixer_pattern": pattern}
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
         """Return the list, and the pattern that earlier versions read."""
