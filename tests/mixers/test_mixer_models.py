@@ -119,7 +119,7 @@ def test_a_checkpoint_is_one_of_the_kinds_and_sizes_of_its_layers():
 REFUSED = {
     "--num-layers 3 --mixer-pattern M-": "describes 2 layers, but the model has 3",
     "--num-layers 2 --mixer-pattern MX": "'X', which names no layer",
-    "--num-layers 2 --mixer-pattern M- --linear-attention-freq 2": "Give only one",
+    "--num-layers 2 --mixer-pattern M- --linear-attention-freq 2": "both choose what each layer is; give one",
     "--num-layers 2 --mixer-pattern ME": "has experts in layers where",
     "--num-layers 2 --linear-attention-freq [1,0,1]": "describes 3 layers",
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --linear-num-value-heads 6": "is not a multiple",
