@@ -216,7 +216,6 @@ def test_flags_that_ask_for_what_happens_anyway_are_accepted_and_listed_once():
         ("--fp32-residual-connection", "dtype of the weights"),
         ("--exit-signal SIGHUP", "SIGTERM"),
         ("--rerun-mode report_stats", "faults of the hardware"),
-        ("--linear-attention-freq 4", "softmax attention"),
         ("--accumulate-allreduce-grads-in-fp32 --main-grads-dtype bf16", "contradict"),
         ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradict"),
     ],

@@ -171,7 +171,6 @@ def test_what_changes_no_number_is_listed_and_strict_flags_refuse_it():
     "words, says",
     [
         ("--kd", "distillation"),
-        ("--multi-latent-attention", "multi-latent"),
         ("--use-mup", "learning rate"),
         ("--error-injection-rate 1000", "not injected"),
         ("--ds-sequence-parallel-fpdt", "divided into chunks"),

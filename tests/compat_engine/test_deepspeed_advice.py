@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ds.commands import COMMANDS
 from megatron_ds.compat.config.deepspeed_json import known_keys
+from megatron_ds.compat.config.dialects import FORK_READERS
 from megatron_ds.compat.config.unsupported import FAMILIES, FLAGS, KEYS
 from megatron_ds.compat.deepspeed.advice import ADVICE, NOT_HERE
 from megatron_ds.compat.deepspeed.names import HERE
@@ -44,7 +45,8 @@ def test_advice_names_commands_flags_and_pages_that_exist(text):
     flags = set(FLAG.findall(text))
     of_launch = set(FLAG.findall(parser().format_help()))
     accepted = {flag for flag, answer in FLAGS.items() if answer.note}
-    known = {*spellings(), *of_launch, *CONVERSATIONS, *accepted, "--deepspeed_config"}
+    here = {*spellings(), *FORK_READERS, *of_launch, *CONVERSATIONS}
+    known = {*here, *accepted, "--deepspeed_config"}
     assert flags and flags <= known
     pages = set(re.findall(r"docs/[\w/]+\.md", text))
     assert pages and all((REPOSITORY / page).is_file() for page in pages)

@@ -416,10 +416,6 @@ def test_mock_samples_are_pure_and_within_their_sizes(pairs):
         ),
         (["--seq-length", "6"], "--seq-length 8 or more"),
         (
-            ["--model", "gpt", "--mask-prob", "0.2"],
-            "--mask-prob 0.2 has no effect without --model bert",
-        ),
-        (
             ["--model", "gpt", "--bert-no-binary-head"],
             "--bert-no-binary-head has no effect without --model bert",
         ),

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...config.options.need import need
 from ...config.options.option import option
-from ...features import Feature, Later, rules_if
+from ...features import Feature, Later, NoEffect, rules_if
 
 ON = need("model.multi_latent_attention")
 
@@ -54,7 +54,6 @@ class LatentOptions:
     rope_type: str | None = option(
         None,
         choices=("rope", "yarn"),
-        needs=ON,
         help="Rotary positions of multi-latent attention, in place of --position-embedding-type. Default: yarn with a "
         "--rotary-scaling-factor, else rope.",
     )
@@ -75,6 +74,18 @@ def _is_on(config: Any) -> bool:
     return config.model.multi_latent_attention
 
 
+def _is_off(config: Any) -> bool:
+    return not _is_on(config)
+
+
+def _is_rope_without(config: Any) -> bool:
+    return _is_off(config) and config.model.rope_type == "rope"
+
+
+def _is_yarn_without(config: Any) -> bool:
+    return _is_off(config) and config.model.rope_type == "yarn"
+
+
 def _mixer(model: Any, block: int) -> Any | None:
     return mixer.load() if model.multi_latent_attention else None
 
@@ -91,7 +102,14 @@ FEATURES = [
         rules=rules_if(
             _is_on,
             own(".latent_rules:latent_problems"),
-        ),
+        )
+        + rules_if(_is_yarn_without, own(".latent_rules:scaled_heads")),
+        useless=[
+            (
+                ("model.rope_type",),
+                NoEffect("it describes multi-latent attention", _is_rope_without),
+            )
+        ],
         mixer=_mixer,
     )
 ]

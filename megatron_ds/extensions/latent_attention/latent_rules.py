@@ -69,6 +69,14 @@ def latent_problems(config: RunConfig) -> Iterator[str]:
     yield from latent_composition(config)
 
 
+def scaled_heads(config: RunConfig) -> Iterator[str]:
+    """YaRN of other attention has another option."""
+    yield (
+        "[rope_type] is of multi-latent attention, which is off. Use --position-embedding-type yarn, or "
+        "--multi-latent-attention."
+    )
+
+
 def latent_positions(config: RunConfig) -> Iterator[str]:
     """Positions are rotary ones, of pairs of channels."""
     model = config.model
