@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Seconds of a step that `--plan-time` predicts, beside those that were published.
 
-    python benchmarks/published_times.py                    # all tables; about a minute each on two cores
+    python benchmarks/published_times.py                    # all tables, some minutes
     python benchmarks/published_times.py korthikanti-2022   # one of them
     python benchmarks/published_times.py --cluster my.yaml  # constants of another file
 

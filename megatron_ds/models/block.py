@@ -10,7 +10,7 @@ same result may take its place.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from .attention_layouts import attention_layouts
 from .embedding import rounded, scaled
 from .kept_input import input_keeper
 from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
-from .mixers import SELF_ATTENTION, Attention, Mixer, mixer_of, mixers_of
+from .mixers import SELF_ATTENTION, Attention, Mixer, mixer_of
 from .normalization import make_norm
 from .sequence_tiles import in_tiles, number_of_tiles
 
@@ -139,23 +139,51 @@ def block_layers(
     causal: bool = True,
 ) -> list[Layer]:
     """Return the blocks of a transformer, named `prefix`.0, `prefix`.1, …"""
-    rotaries = rotaries_of(config, rotary)
     return [
-        block_layer(config, ctx, i, f"{prefix}.{i}", rotary=of_block, causal=causal)
-        for i, of_block in enumerate(rotaries)
+        block_layer(config, ctx, i, f"{prefix}.{i}", parts=parts, causal=causal)
+        for i, parts in enumerate(parts_of_blocks(config, rotary, causal))
     ]
 
 
-def rotaries_of(config: ModelConfig, rotary: Rotary | None) -> list[Rotary | None]:
-    """Return the rotary embedding of each block. rotary: of the model's heads; those with other heads have another"""
-    of_mixers = {mixer: mixer.rotary(config, rotary) for mixer in mixers_of(config)}
+@dataclass(frozen=True)
+class BlockParts:
+    """What distinguishes one block of a model from the others.
+
+    experts  their number, 0 for a dense feed-forward
+    rotary   positions of its heads; None for a block without
+    pattern  which keys a token sees
+    """
+
+    experts: int
+    mixer: Mixer
+    rotary: Rotary | None
+    pattern: AttentionPattern
+
+
+def parts_of_blocks(
+    config: ModelConfig, rotary: Rotary | None, causal: bool = True
+) -> list[BlockParts]:
+    """Return the parts of each block. rotary: of the model's heads; mixers with other heads have another"""
+    mixers = [mixer_of(config, i) for i in range(config.num_layers)]
+    of_mixers = {mixer: mixer.rotary(config, rotary) for mixer in dict.fromkeys(mixers)}
     of_windows = make_window_rotary(config)
-    found: list[Rotary | None] = []
-    for i in range(config.num_layers):
-        of_block = of_mixers[mixer_of(config, i)]
-        if config.windowed[i]:
+    # Each option of the layers is read once.
+    columns = zip(
+        config.experts,
+        mixers,
+        patterns(config, causal),
+        config.windowed,
+        config.unrotated,
+        strict=True,
+    )
+    found = []
+    for experts, mixer, pattern, is_windowed, is_unrotated in columns:
+        of_block = of_mixers[mixer]
+        if is_windowed:
             of_block = of_windows or of_block
-        found.append(None if config.unrotated[i] else of_block)
+        if is_unrotated:
+            of_block = None
+        found.append(BlockParts(experts, mixer, of_block, pattern))
     return found
 
 
@@ -165,13 +193,13 @@ def block_layer(
     i: int,
     name: str,
     *,
-    rotary: Rotary | None,
+    parts: BlockParts,
     causal: bool = True,
 ) -> Layer:
-    """Return a block with the options of block i of a transformer, under a name. rotary: by `rotaries_of`"""
-    experts = config.experts[i]
-    pattern = patterns(config, causal)[i]
-    mixer = mixer_of(config, i)
+    """Return a block in the place of block i of a transformer, under a name. parts: by `parts_of_blocks`"""
+    experts = parts.experts
+    mixer = parts.mixer
+    pattern = parts.pattern
     # Layers may see different blocks of keys.
     layout = attention_layouts().of_layer(config, name, ctx.seed, causal)
     if layout is not None:
@@ -185,7 +213,7 @@ def block_layer(
             experts,
             name,
             ctx,
-            rotary=rotary,
+            rotary=parts.rotary,
             pattern=pattern,
             comm_type=ctx.comm_type(i),
             mixer=mixer,

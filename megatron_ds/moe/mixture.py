@@ -115,6 +115,7 @@ class MixtureOfExperts(nn.Module):
         balance = self.router.balance
         squares = bool(config.moe_z_loss_coeff) and batch.training
         ranks = self.ctx.sequence_ranks
+        # All ranks that divide a sequence add up what their tokens chose.
         totals = Totals.of(
             chosen,
             limited.kept,

@@ -255,6 +255,7 @@ def initialize_model_parallel(
     """
     import torch.distributed as dist
 
+    # A process that no launcher started is a world of its own.
     joined = dist.is_available() and dist.is_initialized()
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
     grid = Grid.fit(

@@ -293,6 +293,7 @@ def _build_executor(
     def schedule(num_microbatches: int) -> Schedule:
         return plan_schedule(config, num_microbatches, keeps_gathered, costs)
 
+    # The executor takes functions of the optimizer, and knows neither it nor the plan.
     executor = Executor(
         lambda num_microbatches: schedule(num_microbatches)[pp_rank],
         stages,

@@ -37,7 +37,7 @@ NAMES = {"glm4_moe": "Glm4MoeConfig", "deepseek_v3": "DeepseekV3Config"}
 
 
 def options_of(family: str) -> dict:
-    """Of the tiny model of the family."""
+    """Return the options of the tiny model of the family, with depths."""
     settings = {**THEIR_MODELS[family][1], "num_mtp_layers": DEPTHS}
     name = {"llama": "LlamaConfig", **NAMES}[family]
     config = getattr(transformers, name)(**settings)
@@ -216,14 +216,15 @@ def test_layers_that_are_not_asked_for_are_listed_as_unused(depths, written):
 
 def test_a_folder_without_copies_is_read(written, tmp_path):
     """transformers writes none."""
-    _, folder = written
+    checkpoint, folder = written
     bare = lambda tensors: {
         name: tensor
         for name, tensor in tensors.items()
         if not name.endswith(("shared_head.head.weight", "4.embed_tokens.weight"))
     }
     theirs = copied(folder, tmp_path / "bare", bare)
-    HUGGING_FACE.read(theirs, Wishes(mtp_num_layers=DEPTHS))
+    read = HUGGING_FACE.read(theirs, Wishes(mtp_num_layers=DEPTHS))
+    assert read.tensors["weight"].keys() == checkpoint.tensors["weight"].keys()
 
 
 def test_what_a_folder_lacks_or_has_beside_is_named(written, tmp_path):

@@ -27,7 +27,9 @@ from tests.harness.plain_optimizers import (
 )
 
 SETTINGS = OptimizerConfig(adam_beta2=0.95)
-SHAPE, SIZE, CUTS = (16, 20), 320, (0, 64, 192, 320)
+SHAPE = (16, 20)
+SIZE = 320
+CUTS = (0, 64, 192, 320)
 # A rank has one part of a matrix at most.
 PARTS_OF_MATRICES = {"muon": (0, 320)}
 # By torch, or by the formula in double precision.
@@ -72,11 +74,9 @@ def noise(seed):
 def shard_optimizer(name, leaves, make=None):
     """The registered optimizer on leaves, all parts of whose parameters are here."""
     specs = {leaf.spec.name: leaf.spec for leaf in leaves}
-    alone, make, cpu = (
-        DataGroups({DATA_AXES: solo()}),
-        make or RegisteredOptimizer(name, SETTINGS),
-        "cpu",
-    )
+    alone = DataGroups({DATA_AXES: solo()})
+    make = make or RegisteredOptimizer(name, SETTINGS)
+    cpu = "cpu"
     norms = ParameterNorms(
         [NormEntry(spec, DATA_AXES, False, False) for spec in specs.values()],
         alone,
@@ -161,10 +161,11 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
 def test_16_bit_gradients_give_what_their_fp32_copies_give_and_leave_no_copy(
     name, dtype
 ):
-    spec, grad, updated = SPEC, noise(1)[:64].to(dtype), []
+    grad = noise(1)[:64].to(dtype)
+    updated = []
     for given in (grad.clone(), grad.float()):
         leaf = make_leaf(
-            spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), given
+            SPEC, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), given
         )
         inner = shard_optimizer(name, [leaf])
         inner.step(0.01, 0.1, 3.0)

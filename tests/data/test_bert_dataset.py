@@ -138,7 +138,9 @@ def test_words_are_what_stands_between_the_pieces_that_continue_them():
 
 
 def test_chosen_tokens_are_whole_words_in_the_asked_number_and_hidden_by_the_rule():
-    random, counts, chosen_words = np.random.RandomState(0), np.zeros(4), []
+    random = np.random.RandomState(0)
+    counts = np.zeros(4)
+    chosen_words = []
     for _ in range(400):
         tokens = np.concatenate([[1], random.randint(5, VOCAB, 100), [2]])
         hidden, chosen = mask_tokens(tokens, 100, PIECES, Masking(), random)

@@ -15,7 +15,9 @@ import warnings
 import torch
 
 warnings.filterwarnings("ignore")
-PACKAGE, FOLDER, CASES = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+PACKAGE = sys.argv[1]
+FOLDER = sys.argv[2]
+CASES = json.loads(sys.argv[3])
 if PACKAGE == "megatron_ds":
     import megatron_ds
 

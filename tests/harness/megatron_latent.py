@@ -33,13 +33,53 @@ def plain_core() -> type:
     return PlainCore
 
 
+def latent_config(job: dict):
+    """Return megatron-core's configuration of the model of a job."""
+    import torch
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    return MLATransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=96,
+        q_lora_rank=job["q_lora_rank"],
+        kv_lora_rank=int(flag(LATENT, "--kv-lora-rank")),
+        qk_head_dim=int(flag(LATENT, "--qk-head-dim")),
+        qk_pos_emb_head_dim=int(flag(LATENT, "--qk-pos-emb-head-dim")),
+        v_head_dim=int(flag(LATENT, "--v-head-dim")),
+        rope_type=job["rope_type"],
+        rotary_scaling_factor=float(flag(YARN, "--rotary-scaling-factor")),
+        mscale=float(flag(YARN, "--mscale")),
+        mscale_all_dim=float(flag(YARN, "--mscale-all-dim"))
+        if job["rope_type"] == "yarn"
+        else 0.0,
+        original_max_position_embeddings=int(
+            flag(YARN, "--original-max-position-embeddings")
+        ),
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        params_dtype=torch.float32,
+    )
+
+
 def main(folder: Path) -> None:
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import multi_latent_attention as latent
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from tests.harness.megatron_core_program import without_gpu
 
@@ -49,40 +89,7 @@ def main(folder: Path) -> None:
     latent.HAVE_TE = False
     with without_gpu():
         parallel_state.initialize_model_parallel()
-        config = MLATransformerConfig(
-            num_layers=2,
-            hidden_size=64,
-            num_attention_heads=4,
-            ffn_hidden_size=96,
-            q_lora_rank=job["q_lora_rank"],
-            kv_lora_rank=int(flag(LATENT, "--kv-lora-rank")),
-            qk_head_dim=int(flag(LATENT, "--qk-head-dim")),
-            qk_pos_emb_head_dim=int(flag(LATENT, "--qk-pos-emb-head-dim")),
-            v_head_dim=int(flag(LATENT, "--v-head-dim")),
-            rope_type=job["rope_type"],
-            rotary_scaling_factor=float(flag(YARN, "--rotary-scaling-factor")),
-            mscale=float(flag(YARN, "--mscale")),
-            mscale_all_dim=float(flag(YARN, "--mscale-all-dim"))
-            if job["rope_type"] == "yarn"
-            else 0.0,
-            original_max_position_embeddings=int(
-                flag(YARN, "--original-max-position-embeddings")
-            ),
-            qk_layernorm=True,
-            normalization="RMSNorm",
-            add_bias_linear=False,
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            use_cpu_initialization=True,
-            masked_softmax_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            persist_layer_norm=False,
-            apply_rope_fusion=False,
-            params_dtype=torch.float32,
-        )
+        config = latent_config(job)
         spec = get_gpt_layer_local_spec(
             qk_layernorm=True, multi_latent_attention=True, normalization="RMSNorm"
         )

@@ -143,14 +143,14 @@ def test_packed_matrices_are_updated_apart():
 
 
 def test_options_that_its_blocks_do_not_read_are_refused():
-    for flags, told in (
+    for flags, named in (
         (["--position-embedding-type", "alibi"], "position-embedding-type alibi"),
         (["--num-query-groups", "2"], "num-query-groups"),
         (["--rotary-percent", "0.5"], "rotary-percent"),
         (["--sparse-attention", "dense"], "sparse-attention"),
         (["--qk-pos-emb-head-dim", "7"], "Use --qk-pos-emb-head-dim 8"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=named):
             latent_config(*flags)
     assert latent_config("--num-query-groups", "4").model.query_groups == 4
 

@@ -54,7 +54,9 @@ def test_logits_and_gradients_are_those_of_megatron_core(
     assert own.keys() == theirs["weights"].keys()
     for name, p in own.items():
         rows = theirs["weights"][name]
-        p.data[: len(rows)].copy_(rows)  # ours has rows that fill up the vocabulary
+        # Ours has rows that fill up the vocabulary, which nothing has filled yet.
+        p.data.zero_()
+        p.data[: len(rows)].copy_(rows)
     logits = run_layers(modules, None, tokens)[..., : model.vocab_size]
     expected = theirs["logits"].transpose(0, 1)
     assert expected.abs().max() > 0.3

@@ -155,8 +155,8 @@ def planned(*flags: str, ranks: int):
 
 
 def test_whole_experts_send_what_the_closed_form_says():
-    """Of T k rows of a rank (ep-1)/ep travel, there and back, in forward and backward. Experts in halves move
-    t-1 times as many rows among their ranks in each direction; whole ones none."""
+    """A rank sends (ep-1)/ep of its T k rows, there and back, in forward and backward. Experts in halves move t-1
+    times as many rows among their ranks in each direction; whole ones none."""
     sizes = "--tensor-model-parallel-size 2 --expert-model-parallel-size".split()
     whole = planned(*sizes, "4", "--expert-tensor-parallel-size", "1", ranks=4)
     halves = planned(*sizes, "2", ranks=4)

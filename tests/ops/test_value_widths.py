@@ -164,7 +164,7 @@ def in_blocks(q, k, v, dout, visible, keep, scoring):
 @pytest.mark.parametrize("width, of_values", WIDTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_of_keys_give_these_widths(case, width, of_values):
-    """As context-parallel ranks attend: tiles by torch's kernel of CPUs, and written out."""
+    """Context-parallel ranks attend by such tiles, of torch's kernel of CPUs; the oracle is written out."""
     visible, keep, scoring = CASES[case]
     tensors = inputs(width, of_values)
     settings = visible, keep, scoring

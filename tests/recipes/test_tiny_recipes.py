@@ -116,7 +116,7 @@ def test_a_shrunk_recipe_counts_in_the_unit_of_its_spans(tmp_path):
 
 
 def test_a_shrunk_recipe_keeps_whole_experts_on_tensor_parallel_ranks(tmp_path):
-    """As many ranks as hold one copy are enough where tensor-parallel ranks have different experts."""
+    """The ranks that hold one copy are enough where tensor-parallel ranks have different experts."""
     folded = EXPERTS.replace(
         "--expert-model-parallel-size 8",
         "--expert-model-parallel-size 8 --tensor-model-parallel-size 8 --sequence-parallel "

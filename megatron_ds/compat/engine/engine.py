@@ -231,6 +231,7 @@ class Engine(EngineStatus):
         unless `batch_size`, a sampler or another route than "train" is given.
         """
         pin = self.device.type == "cuda" if pin_memory is None else pin_memory
+        # The curriculum orders samples of training alone.
         is_ordered = self.data_efficiency.metrics and data_sampler is None
         if is_ordered and batch_size is None and route == "train":
             return curriculum_loader(

@@ -159,6 +159,7 @@ def _prepare(
     if student.mesh.rank == 0:
         seconds = time.perf_counter() - begin
         logger.info("the teacher is %s, loaded in %.1f s", _named(teacher), seconds)
+        # A resumed run has the teacher that its checkpoint names.
         is_new = student.config.checkpoint.finetune
         before = None if is_new else start.run.get("teacher")
         if before not in (None, teacher):

@@ -8,7 +8,7 @@ from torch import nn
 
 from ...config.options.model import ModelConfig
 from ...models.attention import make_rotary
-from ...models.block import block_layer, rotaries_of
+from ...models.block import block_layer, parts_of_blocks
 from ...models.embedding import WORD_EMBEDDINGS, Embedding
 from ...models.layer import Layer, LayerFlops
 from ...mpu.context import ParallelContext
@@ -42,14 +42,14 @@ def predicting_layers(
 def prediction_blocks(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     """Return the block of each depth, with the options of the model's last block."""
     last = config.num_layers - 1
-    rotary = rotaries_of(config, make_rotary(config))[last]
+    parts = parts_of_blocks(config, make_rotary(config))[last]
     return [
         block_layer(
             config,
             ctx,
             last,
             f"mtp.layers.{k}.transformer_layer",
-            rotary=rotary,
+            parts=parts,
         )
         for k in range(config.mtp_num_layers)
     ]

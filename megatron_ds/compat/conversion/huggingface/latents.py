@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ....config.options.layer_pattern import MOST_LAYERS
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
 from .rotary import rope_table
+from .rules import count_of_layers
 
 Settings = Mapping[str, Any]
 EPSILON = 1e-6
@@ -176,9 +176,9 @@ class LayerKinds:
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Return {moe_layer_freq: list}; {} where all layers have experts. Raises CheckpointError."""
-        count = settings.get("num_hidden_layers")
+        count = count_of_layers(settings)
         kinds = settings.get(self.theirs)
-        if type(count) is not int or not 0 < count <= MOST_LAYERS:
+        if count is None:
             return {}  # another entry of the table reports it
         if kinds is None:
             if "first_k_dense_replace" in settings:

@@ -7,6 +7,7 @@ from typing import Any
 from ....config.options.layer_pattern import MOST_LAYERS
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
+from .rules import count_of_layers, ends_of_intervals
 from .windows import FULL
 
 Settings = Mapping[str, Any]
@@ -31,17 +32,13 @@ class LinearLayers:
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Return {linear_attention_freq: layers}; {} where all have attention. Raises CheckpointError."""
-        count = settings.get("num_hidden_layers")
-        if type(count) is not int or not 0 < count <= MOST_LAYERS:
+        count = count_of_layers(settings)
+        if count is None:
             return {}  # another entry of the table reports it
         listed = settings.get(self.theirs)
         if listed is None:
-            every = settings.get("full_attention_interval", 4)
-            if type(every) is not int or every < 1:
-                raise CheckpointError(
-                    f"full_attention_interval is {every!r}, not a number of layers"
-                )
-            listed = [FULL if (i + 1) % every == 0 else LINEAR for i in range(count)]
+            ends = ends_of_intervals(settings, "full_attention_interval", count)
+            listed = [FULL if is_end else LINEAR for is_end in ends]
         if (
             not isinstance(listed, list)
             or len(listed) != count

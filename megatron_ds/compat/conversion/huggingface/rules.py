@@ -36,6 +36,25 @@ class Derived:
         return {}
 
 
+def count_of_layers(settings: Settings) -> int | None:
+    """Return the number of layers of a folder; None where the setting is no such number."""
+    count = settings.get("num_hidden_layers")
+    if type(count) is not int or not 0 < count <= MOST_LAYERS:
+        return None
+    return count
+
+
+def ends_of_intervals(settings: Settings, name: str, count: int) -> list[bool]:
+    """Return whether each of `count` layers is the last of an interval, by the setting `name`, 4 by default.
+
+    Raises CheckpointError for a setting that is no number of layers.
+    """
+    every = settings.get(name, 4)
+    if type(every) is not int or every < 1:
+        raise CheckpointError(f"{name} is {every!r}, not a number of layers")
+    return [(i + 1) % every == 0 for i in range(count)]
+
+
 @dataclass(frozen=True)
 class EmbeddingDropout:
     """The setting embd_pdrop. Embeddings have the same dropout as the residuals here, resid_pdrop.
@@ -279,17 +298,13 @@ class UnrotatedListed:
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Return {no_rope_freq: layers}; {} where all are rotated. Raises CheckpointError."""
-        count = settings.get("num_hidden_layers")
-        if type(count) is not int or not 0 < count <= MOST_LAYERS:
+        count = count_of_layers(settings)
+        if count is None:
             return {}  # another entry of the table reports it
         rotated = settings.get(self.theirs)
         if rotated is None:
-            every = settings.get("no_rope_layer_interval", 4)
-            if type(every) is not int or every < 1:
-                raise CheckpointError(
-                    f"no_rope_layer_interval is {every!r}, not a number of layers"
-                )
-            rotated = [int((i + 1) % every != 0) for i in range(count)]
+            ends = ends_of_intervals(settings, "no_rope_layer_interval", count)
+            rotated = [int(not is_end) for is_end in ends]
         if (
             not isinstance(rotated, list)
             or len(rotated) != count
@@ -313,8 +328,8 @@ class UnrotatedWithoutWindow:
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Return {no_rope_freq: layers}; {} where all have a window. Raises CheckpointError."""
-        count = settings.get("num_hidden_layers")
-        if type(count) is not int or not 0 < count <= MOST_LAYERS:
+        count = count_of_layers(settings)
+        if count is None:
             return {}  # another entry of the table reports it
         if settings.get("sliding_window", USUAL) is None:
             raise CheckpointError(

@@ -348,6 +348,7 @@ def _chunks(
     if is_stacked and any(model.experts):
         args["moe_layer_freq"] = 1
     rows = args["padded_vocab_size"]
+    # Masters have the names of the weights below another key.
     kinds = [("", WEIGHT, dtype)]
     if with_state:
         kinds += [
