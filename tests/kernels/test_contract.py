@@ -38,11 +38,13 @@ OWN_SIZES = {
 }
 # An example is plain causal attention, which these do not take: tests/ops/test_windows.py compares the
 # first with an explicit softmax in double precision. Kernels of Triton do not run in the emulator:
-# test_flex_attention.py of tests/ops and of tests/gpu. Dropout by rows: tests/ops/test_attention_rows.py. torch's
-# sums in fp32 exist on GPUs alone: tests/ops/test_fp32_sums.py.
+# test_flex_attention.py of tests/ops and of tests/gpu. Dropout by rows: tests/ops/test_attention_rows.py. Values of
+# another width than keys: tests/ops/test_value_widths.py. torch's sums in fp32 exist on GPUs alone:
+# tests/ops/test_fp32_sums.py.
 OTHER_CASES = {
     ("attention", "flex"),
     ("attention", "rows"),
+    ("attention", "padded"),
     ("add_product_", "fp32 sums"),
 }
 ENTRIES = [

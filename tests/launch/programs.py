@@ -98,7 +98,17 @@ def leave_a_child() -> None:
     print_all()
 
 
+def record_an_error() -> None:
+    """Record an error of ten seconds ago, as a rank that is still closing its connections."""
+    details = {"py_callstack": "a recorded mistake", "timestamp": time.time() - 10}
+    text = json.dumps({"message": {"message": "a mistake", "extraInfo": details}})
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(text)
+    be_at_work()
+    time.sleep(3600)
+
+
 ACTIONS = {
+    "record an error": record_an_error,
     "flood": flood,
     "leave a child": leave_a_child,
     "print": print_all,

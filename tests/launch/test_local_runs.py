@@ -81,6 +81,14 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(folder):
     assert "rank 0 on localhost (local rank 0) failed first" in text
 
 
+def test_the_agents_signal_is_not_the_cause_of_an_error_recorded_before(folder):
+    actions = plan(r0="record an error", r1="exit 7")
+    code, text = launch(["--num_gpus", "2", PROGRAM], folder, PLAN=actions)
+    assert code == 1
+    last = text[text.index("rank 0 on localhost (local rank 0) failed first") :]
+    assert "failed first, exit code 1\na recorded mistake" in last
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_the_launcher_reaches_the_ranks_which_save(folder, number):
     started = Launcher(["--num_gpus", "2", PROGRAM], folder, PLAN=plan(others="wait"))

@@ -162,7 +162,9 @@ class Node:
         ]
         for rank in failed:
             rank.read_to_end()
-        first = first_failure(rank.failure() for rank in failed)
+        first = first_failure(
+            rank.failure(is_ended=not self._ended_alone(rank)) for rank in failed
+        )
         if first is not None:
             _print_line(first, time.time())
         return first

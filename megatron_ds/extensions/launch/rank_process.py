@@ -21,6 +21,7 @@ from .restarts import USER_ERROR
 from .signals import STACKS, dying_with_parent
 from .watch import last_place, last_places
 
+FAILED = 1  # exit code of a program that an error of Python ends
 LAST_LINES = 25  # of a failed rank's output that are reported
 
 
@@ -79,11 +80,16 @@ class RankProcess(Child):
                 self.log.write(piece)
                 self.log.flush()
 
-    def failure(self) -> Failure:
-        """Return the report of the rank, which has ended, and whose output was read."""
+    def failure(self, is_ended: bool = False) -> Failure:
+        """Return the report of the rank, which has ended, and whose output was read.
+
+        is_ended: the agent asked it to end; an error that it had recorded before is its cause, and not that signal
+        """
         error = RecordedError.read(self.error_file)
         lines = b"".join(self._last).decode(errors="replace")
         code = self.process.returncode
+        if is_ended and error.message and code < 0:
+            code = FAILED
         return Failure(
             rank=self.number,
             local_rank=self.rank.local_rank,
