@@ -23,6 +23,7 @@ from ..errors import ConfigError
 from ..mpu.context import ParallelContext, Recompute
 from ..mpu.group import Group
 from ..ops.dropout import dropout, dropout_add
+from ..ops.work import WATCHERS
 from ..registry import did_you_mean
 
 T = TypeVar("T")
@@ -146,14 +147,18 @@ def recompute(
     """
     if not torch.is_grad_enabled():
         return function(*args)
+    # Plans distinguish both runs. Compiled code has no such contexts.
+    contexts: dict = {}
+    for watcher in WATCHERS:
+        contexts["context_fn"] = watcher.recomputation_contexts
     if keep is None:
         return checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=False
+            function, *args, use_reentrant=False, preserve_rng_state=False, **contexts
         )
     again, (x, *others) = keep(*args), args
     given = [x]
     run = lambda: function(given.pop() if given else again(), *others)
-    return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(run, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
 def check_divides(what: str, number: int, tp: Group, reason: str) -> int:

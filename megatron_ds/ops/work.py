@@ -82,6 +82,9 @@ class Watcher(Protocol):
     def repeats(self, factor: float) -> None:
         """Each call from now on stands for so many."""
 
+    def recomputation_contexts(self) -> tuple[Any, Any]:
+        """Return the contexts of a forward and of its recomputation, whose calls have no backward of their own."""
+
 
 WATCHERS: list[Watcher] = []
 

@@ -2,6 +2,7 @@
 torch's operations do."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -111,6 +112,26 @@ def test_chunks_of_the_head_are_computed_twice():
         * config.padded_vocab_size
     )
     assert recorded_flops(plan) == pytest.approx(formula_flops(plan) + head)
+
+
+@pytest.mark.parametrize("name", ["dense", "tensor", "split backward"])
+def test_recomputed_calls_have_the_backwards_of_the_first_time_alone(name):
+    flags, world, _ = CASES[name]
+    kept = planned(flags, world, "cuda")
+    recomputed = planned(f"{flags} --recompute-granularity full", world, "cuda")
+    assert _backwards(kept) == _backwards(recomputed)
+    assert _backwards(kept)["layer_norm backward"] > 4
+
+
+def _backwards(plan: WorldPlan) -> Counter[str]:
+    """Return how often each kernel's backward is recorded."""
+    return Counter(
+        event.name
+        for stage in plan.stages
+        for events in stage.run.work.phases.values()
+        for event in events
+        if isinstance(event, Call) and event.name.endswith(" backward")
+    )
 
 
 def test_messages_are_those_of_the_plans_traffic():

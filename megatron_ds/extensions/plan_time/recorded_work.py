@@ -11,7 +11,7 @@ one is recorded as it is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -87,6 +87,7 @@ class WorkRecorder(DispatchMode):
         self._phases: dict[Op, tuple[Event, ...]] = {}
         self._collects_later = False
         self._factor = 1.0
+        self._recomputes = False
         self._messages = 0
 
     @contextmanager
@@ -120,12 +121,30 @@ class WorkRecorder(DispatchMode):
         self, name: str, implementation: str, work: CallWork
     ) -> None:
         """Record the backward of a call in the phase that computes it."""
+        if self._recomputes:
+            return
         backward = Call(f"{name} backward", implementation, work.times(self._factor))
         (self._later if self._collects_later else self._events).append(backward)
 
     def repeats(self, factor: float) -> None:
         """Count each call from now on as `factor` calls."""
         self._factor = factor
+
+    def recomputation_contexts(self) -> tuple[Any, Any]:
+        """Return the contexts of a forward and of its recomputation.
+
+        Autograd differentiates the graph of the forward. The recomputation only computes what that graph needs, so
+        its calls have no backward, although autograd records them.
+        """
+        return nullcontext(), self._recomputing()
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        self._recomputes = True
+        try:
+            yield
+        finally:
+            self._recomputes = False
 
     # ---- messages
     def start(
