@@ -42,9 +42,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         job = json.loads(line)
-        ranks = [
-            forked(job["timeout"], run, job, rank) for rank in range(job["ranks"])
-        ]
+        ranks = [forked(job["timeout"], run, job, rank) for rank in range(job["ranks"])]
         failed = [os.waitpid(pid, 0)[1] for pid in ranks]
         print("failed" if any(failed) else "done", flush=True)
 
