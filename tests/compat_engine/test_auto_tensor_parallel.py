@@ -17,6 +17,7 @@ from megatron_ds.errors import ArgumentError, CallError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.managed_parameter import spec_of
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.zero import Init
 from tests.harness import divided_models
 from tests.harness.divided_models import (
     CLIP,
@@ -205,6 +206,42 @@ def test_a_divided_model_learns_in_bf16_as_the_whole_one_does(block):
     losses, _, _ = plain(LLAMA)
     for seen, _ in divided(LLAMA, 3, train, data=1, **block):
         assert seen == pytest.approx(losses, rel=5e-3)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "name, stage, of_groups",
+    [
+        (GPT2, 3, False),
+        pytest.param(LLAMA, 3, True, marks=pytest.mark.rest),
+        pytest.param("T5ForConditionalGeneration", 1, False, marks=pytest.mark.rest),
+    ],
+)
+def test_a_model_of_shards_is_divided_and_trains_as_one_process(name, stage, of_groups):
+    """of_groups: each data-parallel group shards a model, not all ranks together."""
+    losses, norms, weights = plain(name)
+
+    def main(rank, world):
+        mpu = Mesh(Grid.fit(4, tp=2), rank, world.connect)
+        all_ranks = Mesh(Grid.fit(4), rank, world.connect)
+        # Shards have the values of the first rank, of whatever seed the others are.
+        model = make(name, seed=3 if of_groups or rank == 0 else rank)
+        Init(module=model, mpu=mpu if of_groups else all_ranks)
+        assert all(p.is_meta for p in model.parameters())
+        engine, *_ = megatron_ds.initialize(
+            model=model, config=config_of(stage), mpu=mpu
+        )
+        cut = [p for p in model.parameters() if spec_of(p).is_split_over("tp")]
+        assert cut and not any(hasattr(p, "partition") for p in model.parameters())
+        return trained(engine)
+
+    found = run_ranks(4, main)
+    for rank in range(2):  # of a tensor-parallel group
+        means = [sum(of) / 2 for of in zip(found[rank][0][0], found[2 + rank][0][0])]
+        assert means == pytest.approx(losses, abs=1e-5)
+        assert found[rank][0][1] == pytest.approx(norms, rel=1e-5)
+    for key, value in found[0][1].items():
+        torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -400,7 +437,7 @@ def test_models_and_sizes_that_do_not_fit_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="num_key_value_heads=1, which 2 tensor"):
         divided(LLAMA, 0, nothing, data=1)
     monkeypatch.setattr(divided_models, "make", lambda name: make(name).to("meta"))
-    with pytest.raises(ConfigError, match="has no values on this rank"):
+    with pytest.raises(ConfigError, match="has no values: "):
         divided(LLAMA, 0, nothing, data=1)
     with pytest.raises(ArgumentError, match="the number of ranks"):
         megatron_ds.tp_model_init(nn.Linear(2, 2), 0)
