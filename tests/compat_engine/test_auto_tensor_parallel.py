@@ -244,6 +244,114 @@ def test_a_model_of_shards_is_divided_and_trains_as_one_process(name, stage, of_
         torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-5)
 
 
+# ------------------------------------------------------------------------------------ adapters
+FEW = 0.05  # clipping of the few parameters of adapters
+
+
+def adapted(name, **options):
+    """A model with adapters of LoRA, whose second factors are not zero."""
+    peft = pytest.importorskip("peft")
+    model = make(name)
+    torch.manual_seed(7)
+    config = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**config | options)).train()
+
+
+@pytest.fixture
+def with_adapters(monkeypatch):
+    """with_adapters(options of LoRA): from then on all models of this module have adapters."""
+
+    def begin(**options):
+        monkeypatch.setattr(
+            divided_models, "make", lambda name: adapted(name, **options)
+        )
+        plain.cache_clear()
+
+    yield begin
+    plain.cache_clear()
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "name, stage, options",
+    [
+        (LLAMA, 3, {"modules_to_save": ["lm_head"]}),
+        pytest.param(GPT2, 1, {}, marks=pytest.mark.rest),
+        pytest.param(
+            QWEN3,
+            0,
+            {"target_modules": ["q_proj", "down_proj"]},
+            marks=pytest.mark.rest,
+        ),
+        pytest.param(
+            "Phi3ForCausalLM", 2, {"use_rslora": True}, marks=pytest.mark.rest
+        ),
+        pytest.param("OPTForCausalLM", 0, {"lora_bias": True}, marks=pytest.mark.rest),
+        pytest.param("T5ForConditionalGeneration", 3, {}, marks=pytest.mark.rest),
+    ],
+)
+def test_adapters_of_divided_layers_train_as_in_one_process(
+    name, stage, options, with_adapters
+):
+    with_adapters(**options)
+    losses, norms, weights = plain(name, clip=FEW)
+    assert max(norms) > FEW, "clipping is active"
+
+    def then(engine):
+        cut = {
+            n: spec_of(p).is_split_over("tp")
+            for n, p in engine.module.named_parameters()
+        }
+        return *trained(engine), cut
+
+    found = divided(name, stage, then, clip=FEW)
+    for rank in range(2):  # of a tensor-parallel group
+        means = [sum(of) / 2 for of in zip(found[rank][0][0], found[2 + rank][0][0])]
+        assert means == pytest.approx(losses, abs=1e-5)
+        assert found[rank][0][1] == pytest.approx(norms, rel=1e-5)
+    for key, value in found[0][1].items():
+        torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-5)
+    # Of each adapted layer that is divided one factor is cut, and trained parameters have moved.
+    cut = found[0][2]
+    layers = {
+        n.partition(".lora_")[0]
+        for n, is_cut in cut.items()
+        if is_cut and ".lora_" in n
+    }
+    assert len(layers) >= 4
+    for layer in layers:
+        factors = [cut[f"{layer}.lora_{part}.default.weight"] for part in "AB"]
+        assert sorted(factors) == [False, True] and cut[f"{layer}.base_layer.weight"]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "options, keys, message",
+    [
+        ({"use_dora": True}, {}, "a variant of LoRA .* such as DoRA"),
+        ({}, {"partition_config": RULES}, "has others by its adapters"),
+    ],
+)
+def test_adapters_that_cannot_be_divided_are_refused(
+    options, keys, message, with_adapters
+):
+    with_adapters(**options)
+    block = {"autotp_size": 2, **keys}
+    with pytest.raises(ConfigError, match=message):
+        divided(LLAMA, 0, lambda engine: None, data=1, tensor_parallel=block)
+
+
+@pytest.mark.threads
+def test_adapters_other_than_lora_are_refused(monkeypatch):
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(task_type="CAUSAL_LM")
+    monkeypatch.setattr(
+        divided_models, "make", lambda name: peft.get_peft_model(make(name), config)
+    )
+    with pytest.raises(ConfigError, match="of peft's kind .*IA3"):
+        divided(LLAMA, 0, lambda engine: None, data=1)
+
+
 # ------------------------------------------------------------------------------------ checkpoints
 def moments(engine):
     """name → (this rank's first moments, where they lie in the whole parameter)"""
