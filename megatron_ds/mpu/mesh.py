@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch
 
-from ..errors import NotInitializedError
+from ..errors import ConfigError, NotInitializedError
 from .grid import DEFAULT_ORDER, Grid, cut_groups
 from .group import Group, Traffic, Transport
 
@@ -228,6 +228,7 @@ GETTER_GROUPS = (
     ("etp",),
     ("ep",),
     ("edp",),
+    ("etp", "ep"),
     ("dp", "cp"),
     ("tp", "cp"),
     ("tp", "pp"),
@@ -244,16 +245,24 @@ def initialize_model_parallel(
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
     order: str = DEFAULT_ORDER,
     timeout: timedelta | None = None,
     device: torch.device | str | None = None,
 ) -> Mesh:
     """Make the mesh of all ranks of torch.distributed, or of this process alone where it was not started.
 
-    Data parallelism takes the remaining ranks. Collective over all ranks. Raises ConfigError when the sizes
-    do not divide the world size.
+    Data parallelism takes the remaining ranks. expert_tensor_parallel_size: ranks that divide each expert; None: those
+    that divide dense layers. Collective over all ranks. Raises ConfigError when the sizes do not divide the world size.
     """
     import torch.distributed as dist
+
+    etp = expert_tensor_parallel_size
+    if etp is not None and etp < 1:
+        raise ConfigError(
+            f"expert_tensor_parallel_size={etp}: the size of a parallel axis is a whole number, at least 1. Leave it "
+            "out where experts are divided as dense layers are."
+        )
 
     # A process that no launcher started is a world of its own.
     joined = dist.is_available() and dist.is_initialized()
@@ -265,6 +274,7 @@ def initialize_model_parallel(
         ep=expert_model_parallel_size,
         pp=pipeline_model_parallel_size,
         order=order,
+        etp=etp or 0,
     )
     mesh = Mesh(
         grid,

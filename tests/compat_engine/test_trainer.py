@@ -47,6 +47,9 @@ MORE = {
     "3 lora resumed": trained(stage=3, lora=True, resume="2 lora/checkpoint-3"),
     "2 divided": trained(stage=2, save=True, **DIVIDED),
     "3 divided": trained(stage=3, resume="2 divided/checkpoint-3", **DIVIDED),
+    "3 divided shards": trained(stage=3, shards=True, **DIVIDED),
+    "2 divided lora": trained(stage=2, lora=True, **DIVIDED),
+    "3 divided lora shards": trained(stage=3, lora=True, shards=True, **DIVIDED),
 }
 DEEPSPEED = json.loads(GOLDEN.read_text())["losses"]
 
@@ -93,6 +96,8 @@ def test_programs_of_the_trainer_and_of_accelerate_have_deepspeeds_losses(losses
         "2 lora resumed",
         "3 lora resumed",
         "3 lora published",
+        "2 divided lora",
+        "3 divided lora shards",
     ],
 )
 def test_adapters_have_the_losses_and_values_of_one_process(
@@ -110,7 +115,7 @@ def test_adapters_have_the_losses_and_values_of_one_process(
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["2 divided", "3 divided"])
+@pytest.mark.parametrize("name", ["2 divided", "3 divided", "3 divided shards"])
 def test_a_divided_model_has_the_losses_and_the_saved_values_of_a_whole_one(
     losses, folder, name
 ):

@@ -68,10 +68,23 @@ def with_adapters(model):
     )
 
 
-def make_model(freeze=False, lora=False, published=False):
+def model_of_shards():
+    """As `from_pretrained` makes one under stage 3; with "tensor_parallel" in the JSON transformers does not."""
+    from safetensors.torch import load_file
+
+    model = LlamaForCausalLM._from_config(LlamaConfig(**SIZES))
+    assert all(p.is_meta for p in model.parameters())
+    with megatron_ds.zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        model.load_state_dict(load_file(f"{FOLDER}/published/model.safetensors"))
+    return model
+
+
+def make_model(freeze=False, lora=False, published=False, shards=False):
     """published: read from a folder, which under stage 3 makes a model of shards"""
     torch.manual_seed(0)
-    if published:
+    if shards:
+        model = model_of_shards()
+    elif published:
         model = LlamaForCausalLM.from_pretrained(f"{FOLDER}/published")
     else:
         model = LlamaForCausalLM(LlamaConfig(**SIZES))

@@ -42,19 +42,20 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         job = json.loads(line)
-        ranks = [fork(job, rank) for rank in range(job["ranks"])]
+        ranks = [forked(job["timeout"], run, job, rank) for rank in range(job["ranks"])]
         failed = [os.waitpid(pid, 0)[1] for pid in ranks]
         print("failed" if any(failed) else "done", flush=True)
 
 
-def fork(job: dict, rank: int) -> int:
+def forked(timeout: float, function, *args) -> int:
+    """The number of a process that calls the function and ends, with code 0 unless it raises. timeout: seconds"""
     pid = os.fork()
     if pid:
         return pid
     code = 1
-    faulthandler.dump_traceback_later(job["timeout"], exit=True)
+    faulthandler.dump_traceback_later(timeout, exit=True)
     try:
-        run(job, rank)
+        function(*args)
         code = 0
     except BaseException:
         traceback.print_exc()

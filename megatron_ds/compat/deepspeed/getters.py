@@ -157,6 +157,42 @@ def get_expert_model_parallel_rank() -> int:
     return get_mesh().coordinate("ep")
 
 
+def get_expert_model_parallel_src_rank() -> int:
+    """Global rank of the first rank of the expert-parallel group."""
+    return get_mesh().group("ep").ranks[0]
+
+
+def get_expert_tensor_parallel_group():
+    """Return the ranks that divide each expert as a ProcessGroup: the tensor-parallel group, if no other size was
+    asked for."""
+    return _process_group("etp")
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    """Number of ranks that divide each expert."""
+    return get_mesh().size("etp")
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """Position of this rank among those that divide each expert."""
+    return get_mesh().coordinate("etp")
+
+
+def get_expert_tensor_and_model_parallel_group():
+    """Return the ranks that hold all experts of a layer together as a ProcessGroup."""
+    return _process_group("etp", "ep")
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """Number of ranks that hold all experts of a layer together."""
+    return get_mesh().size("etp", "ep")
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """Position of this rank among those that hold all experts of a layer together."""
+    return get_mesh().group("etp", "ep").rank
+
+
 def get_expert_data_parallel_group():
     """Return the ranks with the same experts as a ProcessGroup."""
     return _process_group("edp")

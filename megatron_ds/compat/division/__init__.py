@@ -2,6 +2,7 @@
 with "tensor_parallel.autotp_size".
 
 split_plan.py       which linear layers of a model are divided, and how
+adapted_layers.py   the plan of a model with adapters of peft
 layer_specs.py      the plan of a JSON, "tensor_parallel.partition_config"
 split_layers.py     the division of a layer
 summed_linear.py    a linear layer whose products are summed over ranks

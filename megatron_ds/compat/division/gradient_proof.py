@@ -53,9 +53,11 @@ def gradients_of(model: nn.Module, plan: Plan) -> Gradients | None:
         for name, p in model.named_parameters()
         if _stays_whole(name, plan) and not is_cut(p) and p.is_floating_point()
     }
-    trained = {name: p.requires_grad for name, p in chosen.items()}
-    # Frozen parameters may be trained later.
-    for p in chosen.values():
+    every = [p for p in model.parameters() if p.is_floating_point()]
+    trained = [p.requires_grad for p in every]
+    # Frozen parameters may be trained later. All of them, before and after the division: kernels of attention for a
+    # mask with a gradient are others, and differ in rows that are masked as a whole.
+    for p in every:
         p.requires_grad_(True)
     try:
         with torch.enable_grad():
@@ -66,8 +68,8 @@ def gradients_of(model: nn.Module, plan: Plan) -> Gradients | None:
                 allow_unused=True,
             )
     finally:
-        for name, p in chosen.items():
-            p.requires_grad_(trained[name])
+        for p, is_trained in zip(every, trained):
+            p.requires_grad_(is_trained)
     return {
         name: gradient.float().cpu()
         for name, gradient in zip(chosen, found)

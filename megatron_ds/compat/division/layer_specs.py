@@ -13,24 +13,24 @@ plan that the model has without them.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from ...config.sources.reading import reject
 from ...errors import ConfigError
+from .adapted_layers import KEY, division_of_adapted, has_adapters
 from .split_plan import (
     COLUMN,
     GATHERED,
     PARTIAL,
     ROW,
-    Plan,
+    Division,
     check_heads,
     is_linear,
     plan_of,
 )
 
-KEY = "tensor_parallel.partition_config"
 WHOLE = "whole"
 # (partition_type, gather_output, grad_allreduce) → style
 STYLES = {
@@ -58,13 +58,6 @@ QUIET: Mapping[str, tuple] = {
 }
 
 
-class Division(NamedTuple):
-    """A plan, and the number of equal layers in linear layers that have several."""
-
-    plan: Plan
-    packed: Mapping[str, int]
-
-
 @dataclass(frozen=True)
 class LayerRule:
     """One entry of "layer_specs".
@@ -88,6 +81,8 @@ def division_of(model: nn.Module, given: Any, ranks: int) -> Division:
 
     given  the value of "partition_config"; None: the plan of split_plan.py
     """
+    if has_adapters(model):
+        return division_of_adapted(model, given, ranks)
     if given is None:
         return Division(plan_of(model, None, ranks), {})
     rules = _read(given, ranks)

@@ -34,6 +34,7 @@ from ...mpu.regions import (
     scatter_to_region,
 )
 from .split_plan import (
+    BASE,
     COLUMN,
     GATHERED,
     PACKED,
@@ -93,7 +94,9 @@ def split(
             _split_linear(name, module, style, group, parts.get(name))
     # A module that has lost columns has fewer heads.
     columns = {
-        name.rpartition(".")[0] for name, style in plan.items() if style == COLUMN
+        name.removesuffix(f".{BASE}").rpartition(".")[0]
+        for name, style in plan.items()
+        if style == COLUMN
     }
     for name in columns:
         _reduce_counts(modules[name], group)
@@ -129,7 +132,7 @@ def _split_linear(
     transposed = is_transposed(linear)
     is_column = style in (COLUMN, GATHERED)
     dim = int(is_column == transposed)
-    parts = packed or _layers_in(name)
+    parts = packed or layers_in(name)
     weight = linear.get_parameter("weight")
     cut(name, weight, dim, parts if is_column else 1, group)
     bias = linear.bias
@@ -156,7 +159,7 @@ def _split_linear(
         linear.register_forward_hook(partial(_sum, group))
 
 
-def _layers_in(name: str) -> int:
+def layers_in(name: str) -> int:
     """Return the number of layers in a linear layer, by its name."""
     found = (parts for end, parts in FUSED.items() if f".{name}".endswith(f".{end}"))
     return next(found, 1)

@@ -12,7 +12,7 @@ rows of a second one, whose results are summed.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -28,6 +28,8 @@ PARTIAL = "replicated_with_grad_allreduce"
 # Styles of transformers under which a layer stays whole here.
 WHOLE = ("embedding_rowwise",)
 STYLES = (COLUMN, ROW, GATHERED, SLICED, PACKED, SUMMED, PARTIAL)
+
+BASE = "base_layer"  # where an adapter of peft keeps the layer that it adapts
 
 # Ends of names of linear layers whose results are summed, and of those that each rank needs whole.
 ROWS = (
@@ -71,6 +73,13 @@ COUNTS = (
 Plan = Mapping[str, str]
 
 
+class Division(NamedTuple):
+    """A plan, and the number of equal layers in linear layers that have several."""
+
+    plan: Plan
+    packed: Mapping[str, int]
+
+
 def plan_of(
     model: nn.Module, policy: Mapping[Any, tuple[str, ...]] | None, ranks: int
 ) -> Plan:
@@ -106,6 +115,28 @@ def check_heads(model: nn.Module, ranks: int) -> None:
 def is_linear(module: nn.Module) -> bool:
     """Return whether the module is a linear layer: torch's, or transformers' `Conv1D`."""
     return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def adapted_base(module: nn.Module) -> nn.Module | None:
+    """Return the layer to which peft has added factors (`lora_A`, `lora_B`), None for any other module."""
+    inside = module._modules
+    return inside.get(BASE) if "lora_A" in inside else None
+
+
+def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return name → linear layer inside; one with an adapter of peft has the name that it had without."""
+    found = {}
+    adapted: tuple[str, ...] = ()
+    for name, each in module.named_modules():
+        if name.startswith(adapted):
+            continue
+        base = adapted_base(each)
+        if base is not None:
+            adapted += (f"{name}.",)
+        layer = each if base is None else base
+        if is_linear(layer):
+            found[name] = layer
+    return found
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -189,7 +220,7 @@ def _add_layer(
     plan: dict[str, str], at: str, layer: nn.Module, rows: tuple[str, ...]
 ) -> list[str]:
     """Add the linear layers of one repeated layer to the plan; returns the names of its rows."""
-    inside = {name: m for name, m in layer.named_modules() if is_linear(m)}
+    inside = linear_layers(layer)
     found = [name for name in inside if any(_ends_with(name, row) for row in rows)]
     for name in inside if found else ():
         if not any(_ends_with(name, whole) for whole in NEVER):

@@ -4,7 +4,7 @@
 
 The division is that of compat/division. Cut parameters have Megatron's marks, from which module_specs.py makes their
 specs; norm, clipping, ZeRO and checkpoints follow from the specs. All ranks of one tensor-parallel group compute the
-same micro-batches (same_batches.py).
+same micro-batches (same_batches.py). A model of shards (`zero.Init`) is whole on each rank while it is divided.
 """
 
 import logging
@@ -36,6 +36,7 @@ from .tensor_parallel_keys import (
     DivisionKeys,
     division_keys,
 )
+from .zero_init import become_whole, partitions_of
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ def divide(
 def _divide_once(
     model: nn.Module, wish: TensorParallelWish, world: DataParallelWorld
 ) -> None:
+    become_whole(model)
     different = take_weights_of_first(model, world.model, world.device)
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -203,11 +205,12 @@ def _check(
         raise ConfigError(
             f'{kind} is a PipelineModule, whose layers "{BLOCK}.{SIZE}" does not divide. Leave it out.'
         )
+    partitions = partitions_of(model)
     for name, p in model.named_parameters():
-        if p.is_meta:
+        if p.is_meta and p not in partitions:
             raise ConfigError(
-                f'{name} has no values on this rank: "{BLOCK}.{SIZE}" divides a model that each rank holds as a whole. '
-                "Make it outside of zero.Init and not on the meta device."
+                f'{name} has no values: "{BLOCK}.{SIZE}" divides a model that each rank holds as a whole, or in '
+                "shards of zero.Init. Make it on a real device, or under zero.Init."
             )
         if is_cut(p):
             raise ConfigError(

@@ -381,6 +381,20 @@ def check_values(
         )
 
 
+@torch.no_grad()
+def become_whole(module: nn.Module) -> None:
+    """Give each rank all values of the parameters made under `zero.Init`, in host memory, and forget the shards.
+
+    Collective over the groups that hold them. A module without shards stays as it is.
+    """
+    partitions = partitions_of(module)
+    for p, partition in partitions.items():
+        become(p, partition.whole().cpu())
+        del vars(p)["partition"]
+    if partitions:
+        module.cpu()  # buffers and parameters made elsewhere
+
+
 def zeros(name: str, start: int, out: torch.Tensor) -> None:
     """A placeholder for values that `move_into` writes."""
     out.zero_()
