@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from ...config.options.model import ModelConfig
 from ...mpu.context import ParallelContext
 from ...mpu.param_spec import Init
-from .linear_scan import linear_scan
-from .scan_mixer import MixerSizes, ScanMixer
+from .scan_mixer import MixerSizes, Scan, ScanMixer
 
 EPS = 1e-6  # added to squares of lengths, as published models have it
 
@@ -66,19 +65,18 @@ class GatedDeltaNet(ScanMixer):
         self,
         parts: tuple[torch.Tensor, ...],
         gates: list[torch.Tensor],
-        documents: torch.Tensor | None,
         groups: range,
+        scan: Scan,
     ) -> torch.Tensor:
         """Return o [s, b, heads, dv] in the dtype of the values."""
         q, k, v = parts
         b, a = gates
-        return linear_scan(
+        return scan(
             _unit(q) * self.sizes.key_dim**-0.5,
             _unit(k),
             v.unflatten(-1, (self.sizes.heads, -1)).flatten(2, 3),
             self.decay(self.steps(a, groups), groups),
             self.largest_beta * b.float().sigmoid(),
-            documents,
         )
 
     def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

@@ -114,6 +114,7 @@ class HalfLayer(Mixer):
         """inner: of the tokens; None for a feed-forward."""
         self.kind = f"{kind}_half_"
         self.inner = inner
+        self.pasts = 0 if inner is None else inner.pasts
         of_inner = () if inner is None else inner.fields
         self.fields = tuple(dict.fromkeys(("mixer_pattern", *of_inner)))
 

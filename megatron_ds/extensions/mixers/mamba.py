@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from ...config.options.model import ModelConfig
 from ...mpu.context import ParallelContext
 from ...mpu.param_spec import Init
-from .linear_scan import linear_scan
-from .scan_mixer import MixerSizes, ScanMixer
+from .scan_mixer import MixerSizes, Scan, ScanMixer
 
 
 def mamba_sizes(config: ModelConfig) -> MixerSizes:
@@ -61,8 +60,8 @@ class Mamba(ScanMixer):
         self,
         parts: tuple[torch.Tensor, ...],
         gates: list[torch.Tensor],
-        documents: torch.Tensor | None,
         groups: range,
+        scan: Scan,
     ) -> torch.Tensor:
         """Return y [s, b, heads, dv] in the dtype of x."""
         x, keys, queries = parts
@@ -71,13 +70,12 @@ class Mamba(ScanMixer):
         if self.least_step:
             steps = steps.clamp(min=self.least_step)
         values = x.unflatten(-1, (self.sizes.heads, -1)).flatten(2, 3).float()
-        y = linear_scan(
+        y = scan(
             queries,
             keys,
             values * steps[..., None],
             self.decay(steps, groups),
             None,
-            documents,
         )
         return (y + self.of_heads(self.D, groups)[:, None] * values).to(x.dtype)
 
