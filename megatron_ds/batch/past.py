@@ -14,8 +14,8 @@ class Recurrence(Protocol):
     def begin(
         self, x: torch.Tensor, batch: Any, ends: torch.Tensor
     ) -> tuple[torch.Tensor, States]:
-        """Read texts from their first tokens, x [s, 1, ..], each a document of the batch. Return the output, [s, 1, ..],
-        and the states after the tokens at the places `ends`, int64 [texts]."""
+        """Read texts from their first tokens, x [s, 1, ..], each a document of the batch. Return the output, of the
+        same tokens, and the states after the tokens at the places `ends`, int64 [texts]."""
 
     def proceed(self, x: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
         """Read a token of each text, x [1, texts, ..], after its state. Return the output, [1, texts, ..], and the new

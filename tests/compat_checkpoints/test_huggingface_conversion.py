@@ -89,6 +89,12 @@ FULL_SIZES: dict[str, dict] = {
     "starcoder2": {},
     "gpt_bigcode": {},
     "biogpt": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_next": {},
+    "bamba": {},
+    "granitemoehybrid": {},
+    "mamba2": {},
 }
 
 
@@ -187,6 +193,14 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         ("gpt_bigcode", "pp=2"),
         ("gpt_bigcode, a key for each query", "tp=2"),
         ("biogpt", "tp=2"),
+        ("qwen3_next", "tp=2,sp=1"),
+        ("qwen3_5", "tp=2"),
+        ("qwen3_5_moe", "dp=2,ep=2"),
+        ("bamba", "tp=2,pp=3"),
+        ("granite 4", "dp=2,zero=3"),
+        ("granite 4, dense, rotary", "tp=2,sp=1"),
+        ("mamba2", "tp=2,dp=2,zero=1"),
+        ("nemotron_h", "pp=2"),
     ],
 )
 def test_ten_steps_from_a_folder_are_those_of_torch_with_transformers(

@@ -253,6 +253,11 @@ CASES = [
     ("granite", "tp=2"),
     ("cohere2", "pp=2"),
     ("glm4_moe", "dp=2,ep=2"),
+    ("qwen3_5", "tp=2"),
+    ("bamba", "tp=2,sp=1"),
+    ("granitemoehybrid", "dp=2,ep=2"),
+    ("mamba2", "tp=2"),
+    ("nemotron_h", "pp=2"),
 ]
 
 

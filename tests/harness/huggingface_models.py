@@ -58,6 +58,7 @@ STATES = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=6,
 )
+MAMBA = dict(mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=10, mamba_chunk_size=16)
 SMALL_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 # name → (class of transformers without its ending, options)
@@ -111,6 +112,66 @@ MODELS = {
             num_hidden_layers=4,
             shared_expert_intermediate_size=24,
             mlp_only_layers=[1],
+        ),
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        GATED | STATES | dict(head_dim=16, num_hidden_layers=4),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        GATED
+        | EXPERTS
+        | STATES
+        | dict(
+            head_dim=16,
+            shared_expert_intermediate_size=24,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        GATED | MAMBA | dict(num_hidden_layers=3, attn_layer_indices=[1], **SMALL_IDS),
+    ),
+    "granite 4": (
+        "GraniteMoeHybridForCausalLM",
+        GATED
+        | MAMBA
+        | dict(
+            num_hidden_layers=3,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=24,
+            layer_types=["mamba", "attention", "mamba"],
+            embedding_multiplier=1.5,
+            residual_multiplier=0.22,
+            attention_multiplier=0.3,
+            logits_scaling=0.6,
+        ),
+    ),
+    "granite 4, dense, rotary": (
+        "GraniteMoeHybridForCausalLM",
+        GATED
+        | MAMBA
+        | dict(
+            num_local_experts=0,
+            shared_intermediate_size=40,
+            layer_types=["mamba", "attention"],
+            position_embedding_type="rope",
+            time_step_limit=(0.01, float("inf")),
+        ),
+    ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        dict(
+            hidden_size=32,
+            num_hidden_layers=3,
+            vocab_size=V,
+            num_heads=8,
+            head_dim=8,
+            n_groups=4,
+            state_size=10,
+            chunk_size=16,
         ),
     ),
     "nemotron_h": (
@@ -410,6 +471,10 @@ MODELS = {
 }
 
 
+# Models of text whose settings have a class of their own beside those of all inputs.
+OF_TEXT = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+
+
 def saved(
     name: str, folder: Path, dtype: torch.dtype = torch.float32, **options
 ) -> Path:
@@ -422,7 +487,7 @@ def saved(
         .removesuffix("ForPreTraining")
         .removesuffix("LMHead")
     )
-    stem = {"Gemma3": "Gemma3Text"}.get(stem, stem)
+    stem = f"{stem}Text" if stem in OF_TEXT else stem
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}Model" if kind.endswith("Head") else kind)(
         getattr(transformers, f"{stem}Config")(**config)

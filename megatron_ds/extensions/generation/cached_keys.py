@@ -1,4 +1,4 @@
-"""`CachedKeys`: keys and values of the texts under way, with their states, and the pasts of the batches that extend them.
+"""`CachedKeys`: keys, values and states of the texts under way, and the pasts of the batches that extend them.
 
     layer → keys, values [rows + 1, length, g/t, d]        row i has the tokens of text i; the last row is spare
 

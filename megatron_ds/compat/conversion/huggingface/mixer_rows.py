@@ -16,8 +16,8 @@ import torch
 
 from ....config.options.model import ModelConfig
 from ..family import Row
-from ..packings import QKV_SPLIT, Packing, Parts
-from .rows import LAYER, QWEN_MOE_ROWS, WORDS
+from ..packings import GATE_UP, QKV_SPLIT, SAME, Packing, Parts
+from .rows import LAYER, LLAMA_ROWS, QWEN_MOE_ROWS, WORDS
 
 GroupSizes = tuple[int, tuple[int, ...]]
 """(groups, rows of each part of a group)"""
@@ -69,6 +69,20 @@ def _to_qkvz_ba(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
         by_group((q, k, v, z), groups),
         by_group((b, a), groups),
     ]
+
+
+def _from_parts(parts: Parts, model: ModelConfig) -> torch.Tensor:
+    """Rows q, k, v of all groups, and z, b, a of all groups → ours."""
+    groups, (_, q, k, v, _, _) = _delta(model)
+    joined, gate, b, a = parts
+    channels = joined.split([groups * rows for rows in (q, k, v)])
+    return by_group((gate, *channels, b, a), groups)
+
+
+def _to_parts(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    groups, sizes = _delta(model)
+    gate, *channels, b, a = by_part(rows, groups, sizes)
+    return [torch.cat(channels), gate, b, a]
 
 
 def _delta_channels(model: ModelConfig) -> GroupSizes:
@@ -131,6 +145,7 @@ def _conv(sizes: Sizes) -> Packing:
 
 
 DELTA_IN = Packing("q, k, v, z and b, a by group", _from_qkvz_ba, _to_qkvz_ba)
+DELTA_PARTS = Packing("q, k, v and z, b, a", _from_parts, _to_parts)
 DELTA_CONV = _conv(_delta_channels)
 MAMBA_IN = Packing(
     "z, x, B, C, dt",
@@ -199,6 +214,48 @@ def _qwen_rows(projections: str, packing: Packing) -> tuple[Row, ...]:
 
 
 QWEN3_NEXT_ROWS = _qwen_rows("qkvz ba", DELTA_IN)
+QWEN3_5_ROWS = _qwen_rows("qkv z b a", DELTA_PARTS)
+BLOCK = "model.layers.{i}"
+MAMBA_MODULE = f"{BLOCK}.mamba"
+MAMBA_ROWS = _mixer_rows(
+    MAMBA_MODULE,
+    Row(MIXED + "in_proj.weight", f"{MAMBA_MODULE}.in_proj.weight", MAMBA_IN),
+    MAMBA_CONV,
+)
+
+
+def _block_row(ours: str, theirs: str, packing: Packing = SAME) -> Row:
+    """Return the row of a weight of a whole block. theirs: names, separated by spaces."""
+    names = [f"{BLOCK}.{name}.weight" for name in theirs.split()]
+    return Row(f"{LAYER}{ours}.weight", " ".join(names), packing)
+
+
+BAMBA_ROWS = (
+    *MAMBA_ROWS,
+    Row("decoder.final_layernorm.weight", "model.final_layernorm.weight"),
+    _block_row("pre_mlp_layernorm", "pre_ff_layernorm"),
+    _block_row(
+        "mlp.linear_fc1", "feed_forward.gate_proj feed_forward.up_proj", GATE_UP
+    ),
+    _block_row("mlp.linear_fc2", "feed_forward.down_proj"),
+    *LLAMA_ROWS,
+)
+GRANITE_HYBRID_ROWS = (
+    *MAMBA_ROWS,
+    *(
+        _block_row(ours, theirs)
+        for ours, theirs in (
+            ("mlp.router", "block_sparse_moe.router.layer"),
+            ("mlp.experts.linear_fc1", "block_sparse_moe.input_linear"),
+            ("mlp.experts.linear_fc2", "block_sparse_moe.output_linear"),
+            ("mlp.shared_experts.linear_fc1", "shared_mlp.input_linear"),
+            ("mlp.shared_experts.linear_fc2", "shared_mlp.output_linear"),
+            ("mlp.linear_fc1", "shared_mlp.input_linear"),
+            ("mlp.linear_fc2", "shared_mlp.output_linear"),
+        )
+    ),
+    *LLAMA_ROWS,
+)
 HALF = "backbone.layers.{i}"
 
 
