@@ -94,6 +94,7 @@ FULL_SIZES: dict[str, dict] = {
     "qwen3_next": {},
     "bamba": {},
     "granitemoehybrid": {},
+    "falcon_h1": {},
     "mamba2": {},
 }
 
@@ -199,6 +200,7 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         ("bamba", "tp=2,pp=3"),
         ("granite 4", "dp=2,zero=3"),
         ("granite 4, dense, rotary", "tp=2,sp=1"),
+        ("falcon_h1", "tp=2,sp=1"),
         ("mamba2", "tp=2,dp=2,zero=1"),
         ("nemotron_h", "pp=2"),
     ],

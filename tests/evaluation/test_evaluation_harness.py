@@ -67,6 +67,16 @@ MAMBA = dict(mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=10, pad_token_id=0
 MODELS |= {
     "qwen3_5": ("Qwen3_5Text", SIZES | STATES),
     "bamba": ("Bamba", SIZES | MAMBA | dict(attn_layer_indices=[1])),
+    "falcon_h1": (
+        "FalconH1",
+        SIZES
+        | MAMBA
+        | dict(
+            mamba_d_ssm=48,
+            key_multiplier=0.4,
+            ssm_multipliers=[0.4, 0.3, 0.7, 1.2, 0.3],
+        ),
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         SIZES

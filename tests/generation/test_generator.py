@@ -96,6 +96,8 @@ FEATURES = {
     "gated delta nets": HYBRID,
     "Mamba-2": f"{STATES} --linear-attention-freq [1,0,1,1] --linear-attention-type mamba",
     "halves of blocks": HALVES,
+    "Mamba-2 beside attention": f"{LLAMA} {STATES} --linear-attention-freq [1,1,0,1] --linear-attention-type "
+    "mamba_beside_attention --mamba-norm none --mixer-multipliers 0.9 0.8 1.3 0.5 0.4 0.3 0.7 1.2 0.3 0.9 0.6",
     "recomputed": "--recompute-granularity full --recompute-method uniform",
 }
 
@@ -256,6 +258,7 @@ CASES = [
     ("qwen3_5", "tp=2"),
     ("bamba", "tp=2,sp=1"),
     ("granitemoehybrid", "dp=2,ep=2"),
+    ("falcon_h1", "tp=2"),
     ("mamba2", "tp=2"),
     ("nemotron_h", "pp=2"),
 ]

@@ -161,6 +161,28 @@ MODELS = {
             time_step_limit=(0.01, float("inf")),
         ),
     ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        GATED
+        | MAMBA
+        | dict(
+            mamba_d_ssm=48,
+            embedding_multiplier=1.7,
+            lm_head_multiplier=0.6,
+            attention_in_multiplier=0.9,
+            attention_out_multiplier=0.8,
+            key_multiplier=0.37,
+            ssm_in_multiplier=1.3,
+            ssm_out_multiplier=0.45,
+            ssm_multipliers=[0.35, 0.25, 0.7, 1.2, 0.31],
+            mlp_multipliers=[0.88, 0.6],
+            **SMALL_IDS,
+        ),
+    ),
+    "falcon_h1, a norm before the gate": (
+        "FalconH1ForCausalLM",
+        GATED | MAMBA | dict(mamba_d_ssm=48, mamba_rms_norm=True, **SMALL_IDS),
+    ),
     "mamba2": (
         "Mamba2ForCausalLM",
         dict(

@@ -49,6 +49,7 @@ FEATURES = [
             own(".mixer_rules:kinds"),
             own(".mixer_rules:halves"),
             own(".mixer_rules:heads"),
+            own(".mixer_rules:factors"),
             own(".mixer_rules:others"),
         ),
     )

@@ -16,9 +16,17 @@ from ...ops.attention_pattern import AttentionPattern
 from .delta_net import GatedDeltaNet, delta_sizes
 from .gated_attention import GatedSelfAttention
 from .half_block import HalfBlock
-from .layer_kinds import ATTENTION, DELTA, EXPERTS, FEED_FORWARD, MAMBA
+from .layer_kinds import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    FEED_FORWARD,
+    MAMBA,
+    SIDE_BY_SIDE,
+)
 from .mamba import Mamba, mamba_sizes
 from .scan_mixer import MixerSizes
+from .side_by_side import SideBySide
 
 ATTENTION_NAMES = ("input_layernorm", "self_attention")
 FEED_FORWARD_NAMES = ("pre_mlp_layernorm", "mlp")
@@ -172,7 +180,8 @@ class HalfLayer(Mixer):
 DELTA_NET = StateMixer("delta_", "linear_", GatedDeltaNet, delta_sizes)
 MAMBA_2 = StateMixer("mamba_", "mamba_", Mamba, mamba_sizes)
 GATED_ATTENTION = GatedAttention()
-STATES = {DELTA: DELTA_NET, MAMBA: MAMBA_2}
+BESIDE = SideBySide(MAMBA_2.fields)
+STATES = {DELTA: DELTA_NET, MAMBA: MAMBA_2, SIDE_BY_SIDE: BESIDE}
 HALVES = {
     DELTA: HalfLayer("delta", DELTA_NET),
     MAMBA: HalfLayer("mamba", MAMBA_2),

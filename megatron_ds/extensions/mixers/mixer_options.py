@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ...config.options.need import need
 from ...config.options.option import option
-from .layer_kinds import STATES, kinds_of
+from .layer_kinds import NORMS, STATES, kinds_of
 
 PATTERN = need("model.mixer_pattern")
 STATE = PATTERN | need("model.linear_attention_freq")
@@ -36,7 +36,8 @@ class MixerOptions:
         flags=["--experimental-attention-variant"],
         choices=tuple(STATES),
         needs=need("model.linear_attention_freq"),
-        help="What the layers of --linear-attention-freq have in place of attention; mamba is Mamba-2 (Bamba).",
+        help="What the layers of --linear-attention-freq have in place of attention; mamba is Mamba-2 (Bamba); "
+        "mamba_beside_attention adds the outputs of Mamba-2 and of attention (Falcon-H1).",
     )
     linear_num_key_heads: int = option(
         16,
@@ -101,6 +102,21 @@ class MixerOptions:
         at_least=0,
         needs=STATE,
         help="Least step Δ of Mamba-2 (0.001 in Nemotron-H).",
+        avoid=BY_FLAG,
+    )
+    mamba_norm: str = option(
+        "gated",
+        choices=NORMS,
+        needs=STATE,
+        help="Norm of the result of Mamba-2: of its product with the gate, before this product, or none (Falcon-H1).",
+        avoid=BY_FLAG,
+    )
+    mixer_multipliers: tuple[float, ...] | None = option(
+        None,
+        needs=need("model.linear_attention_freq"),
+        help="Eleven factors of the activations of blocks with Mamba-2 beside attention (Falcon-H1): of the input "
+        "and of the output of attention, the same of Mamba-2, of its parts z, x, B, C and dt, of the gate and of the "
+        "output of the feed-forward. Default: 1.",
         avoid=BY_FLAG,
     )
     attention_output_gate: bool = option(

@@ -189,12 +189,16 @@ class ScanMixer(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Mix the tokens of x, of each document by itself. Collective over tp and cp."""
         sizes = self.sizes
-        parts = self.in_proj(x).unflatten(-1, (self.groups, -1))
+        parts = self.projected(x)
         z, packed = parts.split((sizes.width, parts.shape[-1] - sizes.width), -1)
         run = partial(recompute, self.mixed) if self.recompute_core else self.mixed
         out = run(packed, batch)
         gated = self.gated(out, z.unflatten(-1, (sizes.heads, -1)).flatten(2, 3))
         return self.out_proj(gated.to(x.dtype).flatten(2))
+
+    def projected(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the parts of each group of the rank, [s, b, g, parts]."""
+        return self.in_proj(x).unflatten(-1, (self.groups, -1))
 
     def mixed(self, packed: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Convolve and scan: packed [s/c, b, g, channels and gates] → [s/c, b, n, dv] of the rank's tokens."""

@@ -8,6 +8,7 @@ from functools import partial
 from ..family import Family, Row
 from .mixer_rows import (
     BAMBA_ROWS,
+    FALCON_H1_ROWS,
     GRANITE_HYBRID_ROWS,
     NEMOTRON_H_ROWS,
     QWEN3_5_ROWS,
@@ -15,6 +16,7 @@ from .mixer_rows import (
 )
 from .mixer_tables import (
     BAMBA,
+    FALCON_H1,
     GRANITE_HYBRID,
     MAMBA2,
     NEMOTRON_H,
@@ -210,6 +212,14 @@ FAMILIES = {
             "BambaForCausalLM",
             BAMBA_ROWS,
             BAMBA,
+            prefix="model.",
+            tied=HEAD,
+        ),
+        _family(
+            "falcon_h1",
+            "FalconH1ForCausalLM",
+            FALCON_H1_ROWS,
+            FALCON_H1,
             prefix="model.",
             tied=HEAD,
         ),

@@ -8,7 +8,7 @@ A group of our rows has all that the heads need which share keys:
     gates           b, a of a gated delta net; dt of Mamba-2
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -224,6 +224,15 @@ MAMBA_ROWS = _mixer_rows(
 )
 
 
+def _inside(place: str, rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return the rows of a mixer that is one of two in its slot. place: its name there"""
+    return tuple(
+        replace(row, ours=row.ours.replace(MIXED, f"{MIXED}{place}."))
+        for row in rows
+        if row.ours.startswith(MIXED)
+    )
+
+
 def _block_row(ours: str, theirs: str, packing: Packing = SAME) -> Row:
     """Return the row of a weight of a whole block. theirs: names, separated by spaces."""
     names = [f"{BLOCK}.{name}.weight" for name in theirs.split()]
@@ -239,6 +248,11 @@ BAMBA_ROWS = (
     ),
     _block_row("mlp.linear_fc2", "feed_forward.down_proj"),
     *LLAMA_ROWS,
+)
+FALCON_H1_ROWS = (
+    *_inside("mamba", MAMBA_ROWS),
+    *_inside("attention", LLAMA_ROWS),
+    *BAMBA_ROWS,
 )
 GRANITE_HYBRID_ROWS = (
     *MAMBA_ROWS,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ....config.options.layer_pattern import MOST_LAYERS
@@ -18,6 +19,7 @@ LINEAR = "linear_attention"
 # Earlier names of layers.
 EARLIER = {"mamba": LINEAR, "attention": FULL}
 MAMBA = "mamba"
+BESIDE = "mamba_beside_attention"
 INFINITE = {"__float__": "Infinity"}
 # Names of layers of Nemotron-H, in both spellings → characters of --mixer-pattern.
 HALVES = {
@@ -187,6 +189,119 @@ class MambaWidths:
 
 
 @dataclass(frozen=True)
+class SideBySide:
+    """num_hidden_layers of Falcon-H1, all of which have Mamba-2 beside attention."""
+
+    theirs: str = "num_hidden_layers"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return our options of the layers."""
+        count = count_of_layers(settings)
+        if count is None:
+            return {}  # another entry of the table reports it
+        return linear_options([True] * count, BESIDE)
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return {}. Raises CheckpointError for layers of another kind."""
+        if {*model.mixer_kinds} != {"+"}:
+            raise CheckpointError(
+                f"the model has other layers than those of --linear-attention-type {BESIDE}. Choose another family"
+            )
+        return {}
+
+
+@dataclass(frozen=True)
+class MambaNorm:
+    """mamba_rms_norm and mamba_norm_before_gate of Falcon-H1."""
+
+    theirs: str = "mamba_rms_norm"
+    order: str = "mamba_norm_before_gate"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return {mamba_norm: kind}."""
+        if not settings.get(self.theirs, False):
+            return {"mamba_norm": "none"}
+        is_before = settings.get(self.order, True)
+        return {"mamba_norm": "before_gate" if is_before else "gated"}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return their settings; without a norm the order is the usual one."""
+        kind = model.mamba_norm
+        return {self.theirs: kind != "none", self.order: kind != "gated"}
+
+
+# Settings of the factors of Falcon-H1 in the order of --mixer-multipliers, with the number of their values.
+FACTORS = {
+    "attention_in_multiplier": 1,
+    "attention_out_multiplier": 1,
+    "ssm_in_multiplier": 1,
+    "ssm_out_multiplier": 1,
+    "ssm_multipliers": 5,
+    "mlp_multipliers": 2,
+}
+
+
+@dataclass(frozen=True)
+class MixerFactors:
+    """The factors of Falcon-H1 (Zuo et al. 2025, arXiv:2507.22448, section 3)."""
+
+    theirs: str = "ssm_multipliers"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return {mixer_multipliers: values}. Raises CheckpointError."""
+        found: list[float] = []
+        for name, count in FACTORS.items():
+            given = settings.get(name)
+            values = [1.0] * count if given is None else given
+            values = values if isinstance(values, list | tuple) else [values]
+            if len(values) != count or not all(map(_is_factor, values)):
+                raise CheckpointError(
+                    f"{name} is {given!r}, and {count} numbers above 0 are needed"
+                )
+            found += map(float, values)
+        return {"mixer_multipliers": tuple(found)}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return their settings."""
+        values = iter(model.mixer_multipliers or (1.0,) * sum(FACTORS.values()))
+        parts = {n: [*islice(values, count)] for n, count in FACTORS.items()}
+        return {n: part if len(part) > 1 else part[0] for n, part in parts.items()}
+
+
+def _is_factor(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class KeyFactor:
+    """key_multiplier of Falcon-H1, a factor of keys and so of the scores."""
+
+    theirs: str = "key_multiplier"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return {softmax_scale: value}; {} for the usual one. Raises CheckpointError."""
+        value = settings.get(self.theirs, 1.0)
+        heads = settings.get("num_attention_heads")
+        width = settings.get("hidden_size")
+        sizes = (heads, width)
+        if any(type(size) is not int or size < 1 for size in sizes):
+            return {}  # other entries of the table report it
+        if not _is_factor(value):
+            raise CheckpointError(f"{self.theirs} is {value!r}, not a number above 0")
+        if value == 1:
+            return {}
+        channels = settings.get("head_dim") or width // heads
+        return {"softmax_scale": value * channels**-0.5}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return {key_multiplier: number}, as it was before it became a scale."""
+        scale = model.softmax_scale
+        if scale is None:
+            return {self.theirs: 1.0}
+        return {self.theirs: float(f"{scale * model.head_dim**0.5:.14g}")}
+
+
+@dataclass(frozen=True)
 class StepLimits:
     """time_step_limit: the least and the largest step of Mamba-2, of which the largest is infinite."""
 
@@ -327,6 +442,7 @@ MAMBA_KEYS = frozenset(
     time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual
     """.split()
 )
+FALCON_H1_KEYS = MAMBA_KEYS | FACTORS.keys() | {"mamba_norm_before_gate"}
 GRANITE_KEYS = frozenset(
     """
     intermediate_size shared_intermediate_size num_experts_per_tok output_router_logits router_aux_loss_coef

@@ -7,13 +7,17 @@ from .mixer_settings import (
     AttentionIndices,
     GraniteExperts,
     HalfLayers,
+    KeyFactor,
     LinearLayers,
+    MambaNorm,
     MambaWidths,
+    MixerFactors,
+    SideBySide,
     StepLimits,
     SwitchedRotary,
     all_linear,
 )
-from .rules import Derived
+from .rules import Derived, Multiplier
 from .tables import (
     ATTENTION_DROPOUT,
     DEVIATION,
@@ -79,6 +83,19 @@ BAMBA = (
     AttentionIndices(),
     Only("mlp_bias", (False,)),
     Only("z_loss_coefficient", (0.0,), why="for which --z-loss-strength is here"),
+)
+FALCON_H1 = (
+    *LLAMA,
+    *MAMBA_BLOCKS,
+    MambaWidths(total="mamba_d_ssm"),
+    SideBySide(),
+    MambaNorm(),
+    MixerFactors(),
+    KeyFactor(),
+    Multiplier("embedding_multiplier", "embedding_multiplier"),
+    Multiplier("lm_head_multiplier", "logit_multiplier"),
+    Only("mlp_bias", (False,)),
+    Only("projectors_bias", (False,)),
 )
 GRANITE_HYBRID = (
     *(entry for entry in LLAMA if entry not in (ROTARY, FFN)),

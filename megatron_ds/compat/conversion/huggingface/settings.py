@@ -19,14 +19,17 @@ from .experts import BIASED_KEYS, EXPERT_KEYS, expert_options, expert_settings
 from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .latents import LATENT_KEYS
 from .mixer_settings import (
+    FALCON_H1_KEYS,
     GRANITE_KEYS,
     HALF_KEYS,
     MAMBA_KEYS,
     AttentionIndices,
     LinearLayers,
+    SideBySide,
 )
 from .mixer_tables import (
     BAMBA,
+    FALCON_H1,
     GRANITE_HYBRID,
     MAMBA2,
     NEMOTRON_H,
@@ -281,6 +284,7 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
+    "falcon_h1": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "bamba": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "nemotron_h": {
         "num_key_value_heads": 8,
@@ -318,6 +322,7 @@ BESIDE_TABLES = (
         for table in (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
     ),
     *((table, MAMBA_KEYS) for table in (BAMBA, MAMBA2)),
+    (FALCON_H1, FALCON_H1_KEYS),
     (GRANITE_HYBRID, MAMBA_KEYS | GRANITE_KEYS | ROTARY_KEYS),
     (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values
 )
@@ -384,10 +389,12 @@ def with_defaults(settings: Settings) -> Settings:
     return {**defaults, **settings}
 
 
+# Entries of tables of models whose layers differ, which read layer_types or need none.
+OTHER_LAYERS = (Window, LinearLayers, AttentionIndices, SideBySide)
+
+
 def _has_windows(table: tuple) -> bool:
-    return any(
-        isinstance(entry, Window | LinearLayers | AttentionIndices) for entry in table
-    )
+    return any(isinstance(entry, OTHER_LAYERS) for entry in table)
 
 
 def _check_attention(settings: Settings) -> None:
