@@ -66,6 +66,12 @@ MAMBA = dict(mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=10, pad_token_id=0
 # Models that texts are continued with, whose layers have states.
 MODELS |= {
     "qwen3_5": ("Qwen3_5Text", SIZES | STATES),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        SIZES
+        | {n: v for n, v in STATES.items() if n != "head_dim"}
+        | dict(pad_token_id=0),
+    ),
     "bamba": ("Bamba", SIZES | MAMBA | dict(attn_layer_indices=[1])),
     "falcon_h1": (
         "FalconH1",

@@ -259,6 +259,7 @@ CASES = [
     ("bamba", "tp=2,sp=1"),
     ("granitemoehybrid", "dp=2,ep=2"),
     ("falcon_h1", "tp=2"),
+    ("olmo_hybrid", "tp=2"),
     ("mamba2", "tp=2"),
     ("nemotron_h", "pp=2"),
 ]

@@ -129,6 +129,30 @@ MODELS = {
             layer_types=["linear_attention", "full_attention"],
         ),
     ),
+    "olmo2": ("Olmo2ForCausalLM", GATED | SMALL_IDS | dict(initializer_range=0.2)),
+    "olmo_hybrid": (
+        "OlmoHybridForCausalLM",
+        GATED
+        | STATES
+        | dict(
+            num_hidden_layers=3,
+            linear_value_head_dim=4,  # transformers divides the taps into three equal parts
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            rope_parameters=dict(rope_type="default", rope_theta=None),
+            **SMALL_IDS,
+        ),
+    ),
+    "olmo_hybrid, rotary": (
+        "OlmoHybridForCausalLM",
+        GATED
+        | STATES
+        | dict(
+            linear_value_head_dim=4,
+            linear_allow_neg_eigval=False,
+            layer_types=["linear_attention", "full_attention"],
+            **SMALL_IDS,
+        ),
+    ),
     "bamba": (
         "BambaForCausalLM",
         GATED | MAMBA | dict(num_hidden_layers=3, attn_layer_indices=[1], **SMALL_IDS),

@@ -40,6 +40,7 @@ class GatedDeltaNet(ScanMixer):
     def __init__(
         self, config: ModelConfig, name: str, ctx: ParallelContext, *, output_std: float
     ):
+        epsilon = config.linear_norm_epsilon
         self.largest_beta = 2.0 if config.linear_negative_eigenvalues else 1.0
         super().__init__(
             config,
@@ -50,6 +51,7 @@ class GatedDeltaNet(ScanMixer):
             conv_bias=False,
             output_std=output_std,
         )
+        self.eps = config.norm_epsilon if epsilon is None else epsilon
 
     def make_norm(self) -> None:
         """Make the weights of the norm; heads of all ranks share them."""

@@ -25,6 +25,7 @@ from .layer_kinds import (
     SIDE_BY_SIDE,
 )
 from .mamba import Mamba, mamba_sizes
+from .norms_behind import NormsBehind
 from .scan_mixer import MixerSizes
 from .side_by_side import SideBySide
 
@@ -180,6 +181,7 @@ class HalfLayer(Mixer):
 DELTA_NET = StateMixer("delta_", "linear_", GatedDeltaNet, delta_sizes)
 MAMBA_2 = StateMixer("mamba_", "mamba_", Mamba, mamba_sizes)
 GATED_ATTENTION = GatedAttention()
+NORMS_BEHIND = NormsBehind()
 BESIDE = SideBySide(MAMBA_2.fields)
 STATES = {DELTA: DELTA_NET, MAMBA: MAMBA_2, SIDE_BY_SIDE: BESIDE}
 HALVES = {
@@ -198,4 +200,7 @@ def mixer_of_block(config: ModelConfig, block: int) -> Mixer | None:
     is_gated = config.attention_output_gate and letter == ATTENTION
     if config.mixer_pattern is not None:
         return GATED_HALF if is_gated else HALVES[letter]
+    has_own_norms = config.norms_behind_attention or config.qk_layernorm_of_all_heads
+    if has_own_norms and letter == ATTENTION:
+        return NORMS_BEHIND
     return GATED_ATTENTION if is_gated else STATES.get(letter)

@@ -71,6 +71,23 @@ class MixerOptions:
         "(Grazzi et al. 2024, arXiv:2411.12537; OLMo-Hybrid).",
         avoid=BY_FLAG,
     )
+    linear_norm_epsilon: float | None = option(
+        None,
+        at_least=0,
+        needs=STATE,
+        help="Added to mean squares in the norm of a gated delta net (1e-5 in OLMo-Hybrid). Default: --norm-epsilon.",
+        avoid=BY_FLAG,
+    )
+    norms_behind_attention: bool = option(
+        False,
+        help="Blocks with attention have norms behind both halves, and none before them (OLMo-Hybrid).",
+        avoid=BY_FLAG,
+    )
+    qk_layernorm_of_all_heads: bool = option(
+        False,
+        help="Norms of all heads of queries together, and of all heads of keys (OLMo-Hybrid).",
+        avoid=f"Tensor-parallel ranks add squares in each layer. {BY_FLAG}",
+    )
     mamba_num_heads: int | None = option(
         None,
         at_least=1,

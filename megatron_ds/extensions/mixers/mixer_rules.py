@@ -132,6 +132,35 @@ def factors(config: RunConfig) -> Iterator[str]:
         )
 
 
+def norms(config: RunConfig) -> Iterator[str]:
+    """Norms behind attention, and of all heads, are those of whole blocks with plain attention."""
+    model = config.model
+    given = [
+        name
+        for name in ("norms_behind_attention", "qk_layernorm_of_all_heads")
+        if getattr(model, name)
+    ]
+    if not given:
+        return
+    odd = [
+        name
+        for name in ("mixer_pattern", "attention_output_gate", "use_parallel_residual")
+        if getattr(model, name)
+    ]
+    odd += [
+        name for name in ("qk_layernorm", "norm_after_sublayer") if getattr(model, name)
+    ]
+    if model.normalization != "RMSNorm" or model.apply_layernorm_1p:
+        yield (
+            f"[{given[0]}] is of models with RMSNorm and weights around 1. Use --normalization RMSNorm, without "
+            "--apply-layernorm-1p."
+        )
+    for name in odd:
+        yield (
+            f"[{given[0]}] and [{name}] both describe blocks with attention, which have one of them. Remove one."
+        )
+
+
 def others(config: RunConfig) -> Iterator[str]:
     """Features that know blocks of attention alone are refused."""
     model = config.model

@@ -11,6 +11,8 @@ from .mixer_rows import (
     FALCON_H1_ROWS,
     GRANITE_HYBRID_ROWS,
     NEMOTRON_H_ROWS,
+    OLMO2_ROWS,
+    OLMO_HYBRID_ROWS,
     QWEN3_5_ROWS,
     QWEN3_NEXT_ROWS,
 )
@@ -20,6 +22,8 @@ from .mixer_tables import (
     GRANITE_HYBRID,
     MAMBA2,
     NEMOTRON_H,
+    OLMO2,
+    OLMO_HYBRID,
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
@@ -206,6 +210,27 @@ FAMILIES = {
                 ("qwen3_5_text", "Qwen3_5ForCausalLM", QWEN3_5),
                 ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN3_5_MOE),
             )
+        ),
+        _family(
+            "olmo2",
+            "Olmo2ForCausalLM",
+            OLMO2_ROWS,
+            OLMO2,
+            prefix="model.",
+            tied=HEAD,
+        ),
+        _family(
+            "olmo_hybrid",
+            "OlmoHybridForCausalLM",
+            OLMO_HYBRID_ROWS,
+            OLMO_HYBRID,
+            prefix="model.",
+            tied=HEAD,
+            # Names that blocks with attention, and models in memory, have for these norms.
+            aliases=(
+                (r"\.input_layernorm\.", ".attention_layer_norm."),
+                (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),
+            ),
         ),
         _family(
             "bamba",
@@ -539,7 +564,6 @@ REFUSED = {
     "gpt_neox_japanese": NO_TABLE,
     "phimoe": NO_TABLE,
     "olmo": "its norms have no weights",
-    "olmo2": NORM_BEHIND,
     "olmo3": NORM_BEHIND,
     "olmoe": NO_TABLE,
     "llama4": MULTIMODAL,

@@ -85,6 +85,28 @@ def _to_parts(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
     return [torch.cat(channels), gate, b, a]
 
 
+def _from_six(parts: Parts, model: ModelConfig) -> torch.Tensor:
+    """Rows of q, k, v, z, b and a, a tensor each → ours."""
+    q, k, v, z, b, a = parts
+    return by_group((z, q, k, v, b, a), _delta(model)[0])
+
+
+def _to_six(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    groups, sizes = _delta(model)
+    z, q, k, v, b, a = by_part(rows, groups, sizes)
+    return [q, k, v, z, b, a]
+
+
+def _from_three(parts: Parts, model: ModelConfig) -> torch.Tensor:
+    """Taps [channels, 1, taps] of q, k and v, in three tensors → ours."""
+    return _parts_first(_delta_channels, [torch.cat(list(parts)).squeeze(1)], model)
+
+
+def _to_three(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    groups, sizes = _delta_channels(model)
+    return [part.unsqueeze(1) for part in by_part(rows, groups, sizes)]
+
+
 def _delta_channels(model: ModelConfig) -> GroupSizes:
     groups, sizes = _delta(model)
     return groups, sizes[1:4]
@@ -146,6 +168,9 @@ def _conv(sizes: Sizes) -> Packing:
 
 DELTA_IN = Packing("q, k, v, z and b, a by group", _from_qkvz_ba, _to_qkvz_ba)
 DELTA_PARTS = Packing("q, k, v and z, b, a", _from_parts, _to_parts)
+DELTA_SIX = Packing("q, k, v, z, b and a", _from_six, _to_six)
+# transformers writes them as three tensors of equal size.
+DELTA_TAPS = Packing("taps of q, k and v", _from_three, _to_three, is_joined=True)
 DELTA_CONV = _conv(_delta_channels)
 MAMBA_IN = Packing(
     "z, x, B, C, dt",
@@ -239,6 +264,39 @@ def _block_row(ours: str, theirs: str, packing: Packing = SAME) -> Row:
     return Row(f"{LAYER}{ours}.weight", " ".join(names), packing)
 
 
+def _olmo_row(ours: str, theirs: str, packing: Packing = SAME) -> Row:
+    """Return the row of a weight of a gated delta net. theirs: names, separated by spaces."""
+    names = [f"{DELTA}.{name}" for name in theirs.split()]
+    return Row(MIXED + ours, " ".join(names), packing)
+
+
+OLMO_HYBRID_ROWS = (
+    _olmo_row(
+        "in_proj.weight",
+        " ".join(f"{part}_proj.weight" for part in "qkvgba"),
+        DELTA_SIX,
+    ),
+    _olmo_row(
+        "conv1d.weight",
+        " ".join(f"{part}_conv1d.weight" for part in "qkv"),
+        DELTA_TAPS,
+    ),
+    _olmo_row("norm.weight", "o_norm.weight"),
+    _olmo_row("out_proj.weight", "o_proj.weight"),
+    _olmo_row("A_log", "A_log"),
+    _olmo_row("dt_bias", "dt_bias"),
+    # transformers gives the first norm of a block with attention the name of the second one of the others.
+    _block_row("input_layernorm", "attention_layer_norm"),
+    _block_row("pre_mlp_layernorm", "feedforward_layer_norm"),
+    _block_row("post_self_attn_layernorm", "feedforward_layer_norm"),
+    _block_row("post_mlp_layernorm", "post_feedforward_layernorm"),
+    *LLAMA_ROWS,
+)
+OLMO2_ROWS = (
+    _block_row("post_self_attn_layernorm", "post_attention_layernorm"),
+    _block_row("post_mlp_layernorm", "post_feedforward_layernorm"),
+    *LLAMA_ROWS,
+)
 BAMBA_ROWS = (
     *MAMBA_ROWS,
     Row("decoder.final_layernorm.weight", "model.final_layernorm.weight"),

@@ -10,7 +10,7 @@ from ....config.options.layer_pattern import MOST_LAYERS
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
 from .experts import expert_options, expert_settings
-from .rotary import rotary_options, rotary_settings
+from .rotary import THETA, rotary_options, rotary_settings
 from .rules import count_of_layers, ends_of_intervals
 from .windows import FULL
 
@@ -353,6 +353,26 @@ class SwitchedRotary:
 
 
 @dataclass(frozen=True)
+class NullableRotary:
+    """rope_parameters of OLMo-Hybrid, which has no positions where rope_theta is null."""
+
+    theirs: str = "rope_parameters"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return our options of positions. Raises CheckpointError."""
+        table = settings.get(self.theirs)
+        if table is None or isinstance(table, Mapping) and table.get(THETA) is None:
+            return {"position_embedding_type": "none"}
+        return {"position_embedding_type": "rope", **rotary_options(settings, {})}
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return their settings."""
+        if not model.is_rotary:
+            return {self.theirs: {"rope_type": "default", THETA: None}}
+        return rotary_settings(model, is_partial=False)
+
+
+@dataclass(frozen=True)
 class GraniteExperts:
     """num_local_experts of Granite 4, beside whose experts each layer has a feed-forward for all tokens; 0: that one
     alone."""
@@ -441,6 +461,11 @@ MAMBA_KEYS = frozenset(
     expand mamba_expand mamba_chunk_size chunk_size num_logits_to_keep use_mamba_kernels layer_types
     time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual
     """.split()
+)
+# First values of gated delta nets.
+OLMO_KEYS = frozenset(
+    f"linear_{name}"
+    for name in "a_log_min a_log_max dt_min dt_max dt_init_floor".split()
 )
 FALCON_H1_KEYS = MAMBA_KEYS | FACTORS.keys() | {"mamba_norm_before_gate"}
 GRANITE_KEYS = frozenset(

@@ -12,6 +12,7 @@ from .mixer_settings import (
     MambaNorm,
     MambaWidths,
     MixerFactors,
+    NullableRotary,
     SideBySide,
     StepLimits,
     SwitchedRotary,
@@ -61,6 +62,26 @@ QWEN3_5_MOE = (
     Fixed("moe_router_pre_softmax", False),
 )
 QWEN3_5 = (*LLAMA, *QK_NORM, *GATED, *DELTA_NET)
+OLMO_NORMS = (
+    *NO_BIAS,
+    Fixed("norms_behind_attention", True),
+    Fixed("qk_layernorm_of_all_heads", True),
+    Only("attention_bias", (False,)),
+)
+OLMO2 = (*LLAMA, *OLMO_NORMS)
+OLMO_HYBRID = (
+    *(entry for entry in LLAMA if entry is not ROTARY),
+    *OLMO_NORMS,
+    *(
+        Key(f"linear_{name}", f"linear_{name}")
+        for name in "num_key_heads num_value_heads key_head_dim value_head_dim".split()
+    ),
+    _same("linear_conv_kernel_dim", 4),
+    LinearLayers(),
+    NullableRotary(),
+    Key("linear_allow_neg_eigval", "linear_negative_eigenvalues", True),
+    Fixed("linear_norm_epsilon", 1e-5),
+)
 TIED_OR_NOT = Key(
     "tie_word_embeddings", "untie_embeddings_and_output_weights", False, TIED
 )

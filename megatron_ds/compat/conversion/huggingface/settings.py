@@ -23,6 +23,7 @@ from .mixer_settings import (
     GRANITE_KEYS,
     HALF_KEYS,
     MAMBA_KEYS,
+    OLMO_KEYS,
     AttentionIndices,
     LinearLayers,
     SideBySide,
@@ -33,6 +34,7 @@ from .mixer_tables import (
     GRANITE_HYBRID,
     MAMBA2,
     NEMOTRON_H,
+    OLMO_HYBRID,
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
@@ -322,6 +324,7 @@ BESIDE_TABLES = (
         for table in (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
     ),
     *((table, MAMBA_KEYS) for table in (BAMBA, MAMBA2)),
+    (OLMO_HYBRID, OLMO_KEYS | ROTARY_KEYS),
     (FALCON_H1, FALCON_H1_KEYS),
     (GRANITE_HYBRID, MAMBA_KEYS | GRANITE_KEYS | ROTARY_KEYS),
     (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values
