@@ -48,12 +48,14 @@ class Mixer:
     fields  options of `ModelConfig` that determine shapes and meaning of its weights, besides those of self-attention
     block   makes a layer that is no whole block, with the arguments of `block.transformer_block`; None: a block
     block_flops  of such a layer, with the arguments of `block.block_flops`
+    pasts   modules of a layer that keep something of the tokens of generated texts, by `Batch.past`
     """
 
     kind: str = ""
     fields: tuple[str, ...] = ()
     block: Callable[..., nn.Module] | None = None
     block_flops: Callable[..., LayerFlops] | None = None
+    pasts: int = 1
 
     def rotary(self, config: ModelConfig, shared: Rotary | None) -> Rotary | None:
         """Return the rotary embedding that all blocks with this mixer share. shared: that of the model's heads"""

@@ -89,6 +89,15 @@ FULL_SIZES: dict[str, dict] = {
     "starcoder2": {},
     "gpt_bigcode": {},
     "biogpt": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_next": {},
+    "bamba": {},
+    "granitemoehybrid": {},
+    "falcon_h1": {},
+    "olmo_hybrid": {},
+    "olmo2": {},
+    "mamba2": {},
 }
 
 
@@ -187,6 +196,17 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         ("gpt_bigcode", "pp=2"),
         ("gpt_bigcode, a key for each query", "tp=2"),
         ("biogpt", "tp=2"),
+        ("qwen3_next", "tp=2,sp=1"),
+        ("qwen3_5", "tp=2"),
+        ("qwen3_5_moe", "dp=2,ep=2"),
+        ("bamba", "tp=2,pp=3"),
+        ("granite 4", "dp=2,zero=3"),
+        ("granite 4, dense, rotary", "tp=2,sp=1"),
+        ("falcon_h1", "tp=2,sp=1"),
+        ("olmo_hybrid", "tp=2,sp=1"),
+        ("olmo2", "tp=2"),
+        ("mamba2", "tp=2,dp=2,zero=1"),
+        ("nemotron_h", "pp=2"),
     ],
 )
 def test_ten_steps_from_a_folder_are_those_of_torch_with_transformers(
@@ -285,6 +305,29 @@ def test_the_settings_of_kimi_k2_describe_as_many_parameters_as_transformers():
 def test_the_settings_of_bloom_176b_describe_as_many_parameters_as_it_has():
     model = model_of(FAMILIES["bloom"].options(BLOOM_176B), "the test")
     assert sum(spec.numel for spec in specs_of(model)) == 176_247_271_424
+
+
+def test_taps_in_three_equal_tensors_and_other_names_of_norms_are_read(tmp_path):
+    """transformers writes so what it reads as one tensor for each of q, k and v."""
+    theirs = saved("olmo_hybrid", tmp_path / "theirs")
+    stored = HUGGING_FACE.read(theirs, Wishes()).tensors["weight"]
+    expected = {n: t.read() for n, t in stored.items()}
+    before = files_in(theirs)
+    taps = [n for n in before if n.endswith("0.linear_attn.q_conv1d.weight")]
+    [name] = taps
+    names = [name.replace("q_conv", f"{part}_conv") for part in "qkv"]
+    joined = torch.cat([before[n] for n in names])
+    sizes = (10, 30, len(joined) - 40)
+    before |= dict(zip(names, (t.clone() for t in joined.split(sizes)), strict=True))
+    norm = "model.layers.1.feedforward_layer_norm.weight"
+    before["model.layers.1.post_attention_layernorm.weight"] = before.pop(norm)
+    save_file(before, theirs / "model.safetensors", {"format": "pt"})
+    found = HUGGING_FACE.read(theirs, Wishes()).tensors["weight"]
+    assert all(torch.equal(found[n].read(), t) for n, t in expected.items())
+    before[names[0]] = before[names[0]][1:].clone()
+    save_file(before, theirs / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="3 tensors do not have the shape"):
+        HUGGING_FACE.read(theirs, Wishes())
 
 
 def test_windows_are_those_of_the_settings_and_tokens_outside_of_them_matter(tmp_path):

@@ -55,6 +55,72 @@ MODELS = {
         | dict(n_routed_experts=4, moe_intermediate_size=16, num_experts_per_tok=2),
     ),
 }
+STATES = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=6,
+    head_dim=8,
+)
+MAMBA = dict(mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=10, pad_token_id=0)
+# Models that texts are continued with, whose layers have states.
+MODELS |= {
+    "qwen3_5": ("Qwen3_5Text", SIZES | STATES),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        SIZES
+        | {n: v for n, v in STATES.items() if n != "head_dim"}
+        | dict(pad_token_id=0),
+    ),
+    "bamba": ("Bamba", SIZES | MAMBA | dict(attn_layer_indices=[1])),
+    "falcon_h1": (
+        "FalconH1",
+        SIZES
+        | MAMBA
+        | dict(
+            mamba_d_ssm=48,
+            key_multiplier=0.4,
+            ssm_multipliers=[0.4, 0.3, 0.7, 1.2, 0.3],
+        ),
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        SIZES
+        | MAMBA
+        | dict(
+            num_local_experts=4,
+            shared_intermediate_size=24,
+            layer_types=["mamba", "mamba", "attention", "mamba"],
+        ),
+    ),
+    "mamba2": (
+        "Mamba2",
+        dict(
+            hidden_size=32,
+            num_hidden_layers=3,
+            vocab_size=ROWS,
+            num_heads=8,
+            head_dim=8,
+            n_groups=2,
+            state_size=10,
+            initializer_range=0.3,
+            bos_token_id=BEGIN,
+            eos_token_id=END,
+        ),
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        SIZES
+        | dict(
+            layers_block_type=["mamba", "mlp", "attention", "mamba"],
+            head_dim=8,
+            mamba_num_heads=8,
+            mamba_head_dim=6,
+            n_groups=4,
+            ssm_state_size=10,
+        ),
+    ),
+}
 LAYOUTS = [
     ("llama", layout)
     for layout in (

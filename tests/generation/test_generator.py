@@ -45,6 +45,17 @@ LATENT = (
     "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 "
     "--qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear"
 )
+STATES = (
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 4 "
+    "--mamba-num-groups 4 --mamba-num-heads 8 --mamba-head-dim 6 --mamba-state-dim 5"
+)
+HYBRID = (
+    f"{STATES} --linear-attention-freq 4 --attention-output-gate {LLAMA} --qk-layernorm"
+)
+HALVES = (
+    f"{STATES} --mixer-pattern M*EG-MG --num-layers 7 --num-experts 4 --moe-router-topk 2 --moe-router-dtype fp64 "
+    "--disable-bias-linear --normalization RMSNorm --squared-relu --position-embedding-type none"
+)
 LAYOUTS = {
     "dp=1": EXPERTS,
     "tp=2": GPT,
@@ -57,6 +68,9 @@ LAYOUTS = {
     "tp=2,sp=1,pp=2": LATENT,
     "tp=2,dp=2,ep=2,zero=3": EXPERTS,
     "tp=2,pp=2,sp=1,logits=3": LLAMA,
+    "tp=2,sp=1": HYBRID,
+    "tp=2,dp=2": HALVES,
+    "pp=2,dp=2,zero=3": HALVES,
 }
 # What attention computes besides causal products, of which a text's next token shows every mistake.
 FEATURES = {
@@ -79,6 +93,11 @@ FEATURES = {
     "latents": f"{LATENT} --q-lora-rank 8 --rope-type yarn --rotary-scaling-factor 3 --mscale-all-dim 0.8 "
     "--original-max-position-embeddings 16",
     "latents, queries without one, windows": f"{LATENT} --window-size 3,0",
+    "gated delta nets": HYBRID,
+    "Mamba-2": f"{STATES} --linear-attention-freq [1,0,1,1] --linear-attention-type mamba",
+    "halves of blocks": HALVES,
+    "Mamba-2 beside attention": f"{LLAMA} {STATES} --linear-attention-freq [1,1,0,1] --linear-attention-type "
+    "mamba_beside_attention --mamba-norm none --mixer-multipliers 0.9 0.8 1.3 0.5 0.4 0.3 0.7 1.2 0.3 0.9 0.6",
     "recomputed": "--recompute-granularity full --recompute-method uniform",
 }
 
@@ -236,6 +255,13 @@ CASES = [
     ("granite", "tp=2"),
     ("cohere2", "pp=2"),
     ("glm4_moe", "dp=2,ep=2"),
+    ("qwen3_5", "tp=2"),
+    ("bamba", "tp=2,sp=1"),
+    ("granitemoehybrid", "dp=2,ep=2"),
+    ("falcon_h1", "tp=2"),
+    ("olmo_hybrid", "tp=2"),
+    ("mamba2", "tp=2"),
+    ("nemotron_h", "pp=2"),
 ]
 
 
@@ -408,7 +434,13 @@ def infinite_if_bad(self, ids, embed=VocabParallelEmbedding.forward):
 
 @pytest.mark.parametrize(
     "layout, job",
-    [("dp=1", LLAMA), ("tp=2", LLAMA), ("pp=2,dp=2", LLAMA), ("dp=2,ep=2", EXPERTS)],
+    [
+        ("dp=1", LLAMA),
+        ("tp=2", LLAMA),
+        ("pp=2,dp=2", LLAMA),
+        ("dp=2,ep=2", EXPERTS),
+        ("tp=2", HYBRID),
+    ],
 )
 def test_a_text_without_a_token_ends_alone(layout, job, monkeypatch):
     """Not the prompts beside it, nor the texts that stand in its row of keys later."""
@@ -448,5 +480,5 @@ def test_a_model_whose_attention_keeps_no_keys_is_refused(monkeypatch):
         return self.linear_proj(self.core_attention(*heads, batch))
 
     monkeypatch.setattr(SelfAttention, "forward", forgets)
-    with pytest.raises(ConfigError, match="4 layers, and 0 of them keep their keys"):
+    with pytest.raises(ConfigError, match="4 layers in which tokens meet, and 0"):
         on_layout("dp=1", GPT, lambda generator, _: texts_of(generator, sampled()))

@@ -58,6 +58,7 @@ STATES = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=6,
 )
+MAMBA = dict(mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=10, mamba_chunk_size=16)
 SMALL_IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 # name → (class of transformers without its ending, options)
@@ -111,6 +112,112 @@ MODELS = {
             num_hidden_layers=4,
             shared_expert_intermediate_size=24,
             mlp_only_layers=[1],
+        ),
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        GATED | STATES | dict(head_dim=16, num_hidden_layers=4),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        GATED
+        | EXPERTS
+        | STATES
+        | dict(
+            head_dim=16,
+            shared_expert_intermediate_size=24,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+    ),
+    "olmo2": ("Olmo2ForCausalLM", GATED | SMALL_IDS | dict(initializer_range=0.2)),
+    "olmo_hybrid": (
+        "OlmoHybridForCausalLM",
+        GATED
+        | STATES
+        | dict(
+            num_hidden_layers=3,
+            linear_value_head_dim=4,  # transformers divides the taps into three equal parts
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            rope_parameters=dict(rope_type="default", rope_theta=None),
+            **SMALL_IDS,
+        ),
+    ),
+    "olmo_hybrid, rotary": (
+        "OlmoHybridForCausalLM",
+        GATED
+        | STATES
+        | dict(
+            linear_value_head_dim=4,
+            linear_allow_neg_eigval=False,
+            layer_types=["linear_attention", "full_attention"],
+            **SMALL_IDS,
+        ),
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        GATED | MAMBA | dict(num_hidden_layers=3, attn_layer_indices=[1], **SMALL_IDS),
+    ),
+    "granite 4": (
+        "GraniteMoeHybridForCausalLM",
+        GATED
+        | MAMBA
+        | dict(
+            num_hidden_layers=3,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=24,
+            layer_types=["mamba", "attention", "mamba"],
+            embedding_multiplier=1.5,
+            residual_multiplier=0.22,
+            attention_multiplier=0.3,
+            logits_scaling=0.6,
+        ),
+    ),
+    "granite 4, dense, rotary": (
+        "GraniteMoeHybridForCausalLM",
+        GATED
+        | MAMBA
+        | dict(
+            num_local_experts=0,
+            shared_intermediate_size=40,
+            layer_types=["mamba", "attention"],
+            position_embedding_type="rope",
+            time_step_limit=(0.01, float("inf")),
+        ),
+    ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        GATED
+        | MAMBA
+        | dict(
+            mamba_d_ssm=48,
+            embedding_multiplier=1.7,
+            lm_head_multiplier=0.6,
+            attention_in_multiplier=0.9,
+            attention_out_multiplier=0.8,
+            key_multiplier=0.37,
+            ssm_in_multiplier=1.3,
+            ssm_out_multiplier=0.45,
+            ssm_multipliers=[0.35, 0.25, 0.7, 1.2, 0.31],
+            mlp_multipliers=[0.88, 0.6],
+            **SMALL_IDS,
+        ),
+    ),
+    "falcon_h1, a norm before the gate": (
+        "FalconH1ForCausalLM",
+        GATED | MAMBA | dict(mamba_d_ssm=48, mamba_rms_norm=True, **SMALL_IDS),
+    ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        dict(
+            hidden_size=32,
+            num_hidden_layers=3,
+            vocab_size=V,
+            num_heads=8,
+            head_dim=8,
+            n_groups=4,
+            state_size=10,
+            chunk_size=16,
         ),
     ),
     "nemotron_h": (
@@ -410,6 +517,10 @@ MODELS = {
 }
 
 
+# Models of text whose settings have a class of their own beside those of all inputs.
+OF_TEXT = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+
+
 def saved(
     name: str, folder: Path, dtype: torch.dtype = torch.float32, **options
 ) -> Path:
@@ -422,7 +533,7 @@ def saved(
         .removesuffix("ForPreTraining")
         .removesuffix("LMHead")
     )
-    stem = {"Gemma3": "Gemma3Text"}.get(stem, stem)
+    stem = f"{stem}Text" if stem in OF_TEXT else stem
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}Model" if kind.endswith("Head") else kind)(
         getattr(transformers, f"{stem}Config")(**config)

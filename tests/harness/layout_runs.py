@@ -167,7 +167,7 @@ def _elements(parameters) -> tuple[int, int]:
 def _projected_rows(attention) -> int:
     """Rows of this rank, of the weight that leads to the heads."""
     names = ("linear_qkv", "linear_kv_up_proj", "in_proj")
-    found = (getattr(attention, name, None) for name in names)
+    found = (getattr(m, name, None) for m in attention.modules() for name in names)
     return next(len(linear.weight) for linear in found if linear is not None)
 
 

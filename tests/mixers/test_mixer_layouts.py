@@ -29,6 +29,15 @@ JOBS = {
     "mamba blocks": (
         f"--num-layers 3 --linear-attention-freq [1,0,1] --linear-attention-type mamba {MAMBA}"
     ),
+    "side by side": (
+        "--num-layers 3 --linear-attention-freq [1,0,1] --linear-attention-type mamba_beside_attention "
+        f"{MAMBA} --mamba-norm before_gate --swiglu --softmax-scale 0.3 "
+        "--mixer-multipliers 0.9 0.8 1.3 0.5 0.4 0.3 0.7 1.2 0.3 0.9 0.6"
+    ),
+    "norms behind": (
+        f"--num-layers 3 --linear-attention-freq [1,0,0] --norms-behind-attention --qk-layernorm-of-all-heads {DELTA} "
+        "--linear-norm-epsilon 1e-4 --normalization RMSNorm --group-query-attention --num-query-groups 4"
+    ),
     "halves": (
         f"--num-layers 6 --mixer-pattern M-*EGM --num-experts 4 --moe-router-topk 2 {DELTA} {MAMBA} "
         "--disable-bias-linear --normalization RMSNorm"
@@ -48,6 +57,8 @@ LAYOUTS = {
         "pp=2,recompute=full",
     ),
     "mamba blocks": ("tp=2,sp=1", "cp=4,comm_type=a2a", "dp=2,zero=3,recompute=full"),
+    "norms behind": (f"{TWO_BY_TWO},sp=1", "pp=2,recompute=full", "dp=2,zero=3"),
+    "side by side": (f"{TWO_BY_TWO},sp=1", "dp=2,zero=3,recompute=selective"),
     "halves": (
         "tp=2,sp=1",
         "tp=4",

@@ -128,6 +128,9 @@ REFUSED = {
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --lora-rank 2": "adapters know the projections",
     f"--num-layers 3 --linear-attention-freq 2 {DELTA} --random-ltd --random-ltd-min-tokens 4 "
     "--random-ltd-steps 2": "a state passes through all tokens",
+    f"--num-layers 2 --linear-attention-freq 2 {DELTA} --mixer-multipliers 1 2": "has 2 values, and must have 11",
+    f"--num-layers 2 --linear-attention-freq 2 {DELTA} --norms-behind-attention --normalization RMSNorm "
+    "--attention-output-gate": "both describe blocks with attention",
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --sparse-attention fixed": "layouts are those of models",
 }
 RANKS = {

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ds.extensions.mixers.causal_conv import causal_conv
+from megatron_ds.extensions.mixers.causal_conv import causal_conv, last_tokens
 from megatron_ds.extensions.mixers.linear_scan import linear_scan
+from megatron_ds.extensions.mixers.scan_states import scan_step, scan_with_states
 from megatron_ds.extensions.plan_time.recorded_work import WorkRecorder
 from megatron_ds.mpu.group import Traffic
 from megatron_ds.pipeline.instruction import Op
@@ -73,6 +74,44 @@ def test_documents_of_a_sequence_are_scanned_as_each_alone(has_rule):
         assert near(together[first:last], linear_scan(*part, None, 8), 1e-5)
     # Without the documents the later ones would read the first.
     assert not near(together, linear_scan(*given, None, 8), 1e-2)
+
+
+@pytest.mark.parametrize("has_rule", (False, True), ids=("state space", "delta rule"))
+@pytest.mark.parametrize("chunk", (1, 8, 64))
+def test_texts_go_on_from_their_states_as_without_a_cut(has_rule, chunk):
+    """Texts side by side, the first tokens of which are read at once, and the others one by one."""
+    given = [None if t is None else t[:, :1] for t in inputs(has_rule)]
+    cuts = list(zip(CUTS, CUTS[1:]))
+    whole = [
+        linear_scan(*(t if t is None else t[a:b] for t in given), None, 8)[:, 0]
+        for a, b in cuts
+    ]
+    # Of each text at least one token, and at most five are left for later.
+    read = [max(1, b - a - 5) for a, b in cuts]
+    places = torch.cat([torch.arange(a, a + n) for (a, _), n in zip(cuts, read)])
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(read)])[None]
+    ends = torch.tensor(read).cumsum(0) - 1
+    prompts = [None if t is None else t[places] for t in given]
+    out, states = scan_with_states(*prompts, documents, ends, chunk)
+    assert near(out[:, 0], torch.cat([w[:n] for w, n in zip(whole, read)]), 1e-5)
+    for i, ((a, b), n) in enumerate(zip(cuts, read)):
+        state = states[i : i + 1]
+        for t in range(a + n, b):
+            token = [None if x is None else x[t] for x in given]
+            last, state = scan_step(*token, state)
+            assert near(last[0], whole[i][t - a], 1e-5)
+
+
+def test_the_convolution_goes_on_from_its_last_tokens():
+    x = torch.randn(S, 1, 6, generator=torch.Generator().manual_seed(4))
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
+    documents = torch.tensor([[0] * 2 + [1] * (S - 2)])
+    ends = torch.tensor([1, 7])
+    kept = last_tokens(x[:, 0], ends, 3, documents)
+    assert torch.equal(kept[0], F.pad(x[:2, 0], (0, 0, 1, 0)))
+    assert torch.equal(kept[1], x[5:8, 0])
+    window = torch.cat((kept[1:].transpose(0, 1), x[8:9]))
+    assert near(causal_conv(window, weight)[-1], causal_conv(x[2:], weight)[6])
 
 
 @pytest.mark.parametrize("has_rule", (False, True), ids=("state space", "delta rule"))

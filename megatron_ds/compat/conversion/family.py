@@ -90,6 +90,7 @@ class Family:
     tied      (name, name that it must equal): of an output layer that files of tied models may hold
     renamed   function(our name, model) -> the name by which `rows` know it
     copies    function(model) -> name → name that it equals: of weights that their files hold several times
+    aliases   (pattern of re, replacement): names in files → those in `rows`
     """
 
     name: str
@@ -104,6 +105,7 @@ class Family:
     notes: Callable[[Mapping[str, Any]], Sequence[str]] = lambda settings: ()
     renamed: Callable[[str, ModelConfig], str] = lambda name, model: name
     copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: {}
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,8 @@ def to_ours(
     """
     wrong: list[str] = []
     for entry in entries:
+        if entry.packing.is_joined and _has_all_rows(entry, stored):
+            continue
         for name, shape in zip(entry.theirs, entry.their_shapes):
             if name in stored and tuple(stored[name].shape) != tuple(shape):
                 tensor = stored[name]
@@ -244,6 +248,14 @@ def to_ours(
         for entry in entries
         if all(name in stored for name in entry.theirs)
     }
+
+
+def _has_all_rows(entry: TensorMapping, stored: Mapping[str, StoredTensor]) -> bool:
+    """Return whether the tensors of an entry have together the rows that it needs, each row as it needs them."""
+    found = [tuple(stored[name].shape) for name in entry.theirs if name in stored]
+    rows = [sum(shape[0] for shape in s) for s in (found, entry.their_shapes)]
+    widths = {shape[1:] for s in (found, entry.their_shapes) for shape in s}
+    return rows[0] == rows[1] and len(widths) == 1
 
 
 def _ours(

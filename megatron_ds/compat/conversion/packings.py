@@ -28,11 +28,13 @@ class Packing:
     to_ours    function(their tensors, model) -> our tensor
     to_theirs  function(our tensor, model) -> their tensors. Views are allowed, and meta tensors: their
                shapes are found in this way
+    is_joined  their tensors are read as one, whatever rows each of them has
     """
 
     name: str
     to_ours: Callable[[Parts, ModelConfig], torch.Tensor]
     to_theirs: Callable[[torch.Tensor, ModelConfig], Parts]
+    is_joined: bool = False
 
     def shapes(self, shape: Sequence[int], model: ModelConfig) -> list[tuple[int, ...]]:
         """Return the shapes of their tensors, from the shape of ours."""

@@ -1,4 +1,4 @@
-"""`CachedKeys`: keys and values of the texts under way, and the pasts of the batches that extend them.
+"""`CachedKeys`: keys, values and states of the texts under way, and the pasts of the batches that extend them.
 
     layer → keys, values [rows + 1, length, g/t, d]        row i has the tokens of text i; the last row is spare
 
@@ -16,17 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...batch.batch import Batch
+from ...batch.past import Recurrence
 from ...errors import DeviceMemoryError
 from ...models.attention import CoreAttention
 from ...ops.key_rows import KeyRows
+from .cached_states import CachedStates
 
 
 class CachedKeys:
-    """rows: texts at once. length: tokens of each, at most. Memory is taken with the first batch."""
+    """rows: texts at once. length: tokens of each, at most. Memory is taken with the first batch.
+
+    states: of the same texts, of layers that keep these in place of keys
+    """
 
     def __init__(self, rows: int, length: int):
         self.rows = rows
         self.length = length
+        self.states = CachedStates(rows)
         self._layers: dict[str, tuple[Tensor, ...]] = {}
         self._flat: dict[str, tuple[Tensor, ...]] = {}  # the same, one place a row
 
@@ -41,8 +47,8 @@ class CachedKeys:
 
     @property
     def layers(self) -> list[str]:
-        """Names of the layers whose keys are here."""
-        return [*self._layers]
+        """Names of the layers whose keys, or states, are here."""
+        return [*self._layers, *self.states.layers]
 
     def write(
         self, name: str, k: Tensor, v: Tensor | int, places: Tensor
@@ -91,7 +97,8 @@ class CachedKeys:
                 tensor[rows] = 0
 
     def move(self, source: int, target: int, count: int) -> None:
-        """Copy the first `count` tokens of a row to another row."""
+        """Copy the first `count` tokens of a row, and its states, to another row."""
+        self.states.move(source, target)
         for tensors in self._layers.values():
             for tensor in tensors:
                 tensor[target, :count] = tensor[source, :count]
@@ -99,14 +106,17 @@ class CachedKeys:
 
 @dataclass(frozen=True, eq=False)
 class PromptPast:
-    """The past of a batch of prompts: each token attends to its own prompt alone.
+    """The past of a batch of prompts, in rows from `first` on: each token attends to its own prompt alone.
 
-    places: int64 [s], where the keys of the tokens are written
+    places  int64 [s], where the keys of the tokens are written
+    ends    int64 [prompts], the places of their last tokens in the batch
     """
 
     cached: CachedKeys
     places: Tensor
     wanted: Tensor
+    first: int
+    ends: Tensor
 
     def attend(
         self,
@@ -120,6 +130,12 @@ class PromptPast:
         """Attention within each prompt (`batch.past.Past`)."""
         self.cached.write(name, k, v, self.places)
         return core(q, k, k[..., :v] if isinstance(v, int) else v, batch)
+
+    def recur(self, name: str, layer: Recurrence, x: Tensor, batch: Batch) -> Tensor:
+        """Run a layer on the prompts from their beginnings (`batch.past.Past`)."""
+        out, states = layer.begin(x, batch, self.ends)
+        self.cached.states.write(name, self.first, states)
+        return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +166,22 @@ class TextPast:
             for t in self.cached.write(name, k, v, self.places)
         )
         out = core.of_rows(q[:count].transpose(0, 1), keys, values, self.rows)
-        out = out.transpose(0, 1)
-        missing = len(q) - count
-        return F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
+        return _filled(out.transpose(0, 1), len(q))
+
+    def recur(self, name: str, layer: Recurrence, x: Tensor, batch: Batch) -> Tensor:
+        """Run a layer on the token of each text, after its state (`batch.past.Past`)."""
+        count = len(self.rows.places)
+        kept = self.cached.states
+        before = kept.read(name, self.first, count)
+        out, states = layer.proceed(x[:count].transpose(0, 1), before)
+        kept.write(name, self.first, states)
+        return _filled(out.transpose(0, 1), len(x))
+
+
+def _filled(out: Tensor, length: int) -> Tensor:
+    """Return out [tokens, 1, ..] with zeros for tokens that belong to no text, up to a length."""
+    missing = length - len(out)
+    if not missing:
+        return out
+    unchanged = (0, 0) * (out.dim() - 1)
+    return F.pad(out, (*unchanged, 0, missing))

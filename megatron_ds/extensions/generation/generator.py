@@ -28,6 +28,7 @@ from ...errors import CallError, ConfigError
 from ...host import places
 from ...models import MODELS
 from ...models.attention_layouts import attention_layouts
+from ...models.mixers import mixer_of
 from ...mpu.collectives import all_gather, all_gather_object, all_reduce_
 from ...mpu.host_reads import to_host
 from ...training.build import Replica
@@ -191,17 +192,17 @@ class Generator:
         return self._events(everything, found.tolist())
 
     def _check_layers(self) -> None:
-        """Raises ConfigError on all ranks when a layer's attention does not keep its keys, which texts would lack
+        """Raises ConfigError on all ranks when a layer keeps neither keys nor a state, which texts would lack
         from the second token on. Collective over the world, after the first forward."""
         names = all_gather_object(self._cached.layers, self._world)
         kept = len(set().union(*names))
         model = self._engine.config.model
-        if kept < model.num_layers:
+        wanted = sum(mixer_of(model, i).pasts for i in range(model.num_layers))
+        if kept < wanted:
             raise ConfigError(
-                f"--model {model.model} has {model.num_layers} layers, and {kept} of them keep their keys and values "
-                "for generation. Layers with a state in place of attention keep none: their texts are scored "
-                "(megatron-ds evaluate), not continued. Let an attention of your own call batch.past.attend where "
-                "there is a batch.past, as models/attention.py does."
+                f"--model {model.model} has {wanted} layers in which tokens meet, and {kept} of them keep keys and "
+                "values, or a state, for generation. Let an attention of your own call batch.past.attend where there "
+                "is a batch.past, as models/attention.py does, and a layer with a state batch.past.recur."
             )
         self._keeps_all_layers = True
 

@@ -3,6 +3,7 @@
 A micro-batch is one row [1, s] of tokens, so that texts of any lengths stand side by side without padding.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -134,7 +135,9 @@ def _past(
     on = lambda numbers: on_device(torch.tensor(numbers, dtype=torch.int64), device)
     places = on(row.places)
     if part.is_new:
-        return PromptPast(cached, places, on(_wanted(part)))
+        lengths = [len(text.request.tokens) for text in part.texts]
+        ends = [end - 1 for end in itertools.accumulate(lengths)]
+        return PromptPast(cached, places, on(_wanted(part)), part.first, on(ends))
     count = len(part.texts)
     last = row.positions[:count]
     rows = KeyRows(on(last)[:, None], max(last) + 1, min(last) == max(last))

@@ -58,6 +58,27 @@ def _same_document(
     return of_tokens.unsqueeze(-1)
 
 
+def last_tokens(
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    count: int,
+    documents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the tokens of x [s, c] up to `ends`, int64 [texts], which the convolution of the token after each sees:
+    [texts, count, c], 0 for those before its document.
+
+    documents: int64 [1, s], as above
+    """
+    back = torch.arange(count - 1, -1, -1, device=ends.device)
+    places = ends[:, None] - back
+    is_there = places >= 0
+    places = places.clamp(min=0)
+    if documents is not None:
+        ids = documents[0]
+        is_there &= ids[places] == ids[ends][:, None]
+    return x[places].masked_fill(~is_there.unsqueeze(-1), 0)
+
+
 causal_conv.benchmark_sizes = ((8192, 4096),)
 
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from ...config.options.model import ModelConfig
 from ...mpu.context import ParallelContext
 from ...mpu.param_spec import Init
-from .linear_scan import linear_scan
-from .scan_mixer import MixerSizes, ScanMixer
+from .scan_mixer import MixerSizes, Scan, ScanMixer
 
 EPS = 1e-6  # added to squares of lengths, as published models have it
 
@@ -41,6 +40,7 @@ class GatedDeltaNet(ScanMixer):
     def __init__(
         self, config: ModelConfig, name: str, ctx: ParallelContext, *, output_std: float
     ):
+        epsilon = config.linear_norm_epsilon
         self.largest_beta = 2.0 if config.linear_negative_eigenvalues else 1.0
         super().__init__(
             config,
@@ -51,6 +51,7 @@ class GatedDeltaNet(ScanMixer):
             conv_bias=False,
             output_std=output_std,
         )
+        self.eps = config.norm_epsilon if epsilon is None else epsilon
 
     def make_norm(self) -> None:
         """Make the weights of the norm; heads of all ranks share them."""
@@ -66,19 +67,18 @@ class GatedDeltaNet(ScanMixer):
         self,
         parts: tuple[torch.Tensor, ...],
         gates: list[torch.Tensor],
-        documents: torch.Tensor | None,
         groups: range,
+        scan: Scan,
     ) -> torch.Tensor:
         """Return o [s, b, heads, dv] in the dtype of the values."""
         q, k, v = parts
         b, a = gates
-        return linear_scan(
+        return scan(
             _unit(q) * self.sizes.key_dim**-0.5,
             _unit(k),
             v.unflatten(-1, (self.sizes.heads, -1)).flatten(2, 3),
             self.decay(self.steps(a, groups), groups),
             self.largest_beta * b.float().sigmoid(),
-            documents,
         )
 
     def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

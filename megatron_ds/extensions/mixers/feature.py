@@ -15,6 +15,8 @@ MIXER = own(".layer_mixers:mixer_of_block")
 def _has_mixers(model: Any) -> bool:
     return (
         model.attention_output_gate
+        or model.norms_behind_attention
+        or model.qk_layernorm_of_all_heads
         or model.mixer_pattern is not None
         or model.linear_attention_freq is not None
     )
@@ -49,6 +51,8 @@ FEATURES = [
             own(".mixer_rules:kinds"),
             own(".mixer_rules:halves"),
             own(".mixer_rules:heads"),
+            own(".mixer_rules:factors"),
+            own(".mixer_rules:norms"),
             own(".mixer_rules:others"),
         ),
     )

@@ -17,8 +17,16 @@ NOUNS = {
     FEED_FORWARD: "feed-forward",
     EXPERTS: "experts",
 }
+SIDE_BY_SIDE = "+"  # Mamba-2 beside attention, of whole blocks alone
 # --linear-attention-type → the character.
-STATES = {"gated_delta_net": DELTA, "mamba": MAMBA}
+STATES = {
+    "gated_delta_net": DELTA,
+    "mamba": MAMBA,
+    "mamba_beside_attention": SIDE_BY_SIDE,
+}
+# --mamba-norm: the norm of the gated result, the norm before the gate, none.
+NORMS = ("gated", "before_gate", "none")
+FACTORS = 11
 
 
 def halves_of(config: Any) -> str:

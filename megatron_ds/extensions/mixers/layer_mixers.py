@@ -16,9 +16,18 @@ from ...ops.attention_pattern import AttentionPattern
 from .delta_net import GatedDeltaNet, delta_sizes
 from .gated_attention import GatedSelfAttention
 from .half_block import HalfBlock
-from .layer_kinds import ATTENTION, DELTA, EXPERTS, FEED_FORWARD, MAMBA
+from .layer_kinds import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    FEED_FORWARD,
+    MAMBA,
+    SIDE_BY_SIDE,
+)
 from .mamba import Mamba, mamba_sizes
+from .norms_behind import NormsBehind
 from .scan_mixer import MixerSizes
+from .side_by_side import SideBySide
 
 ATTENTION_NAMES = ("input_layernorm", "self_attention")
 FEED_FORWARD_NAMES = ("pre_mlp_layernorm", "mlp")
@@ -114,6 +123,7 @@ class HalfLayer(Mixer):
         """inner: of the tokens; None for a feed-forward."""
         self.kind = f"{kind}_half_"
         self.inner = inner
+        self.pasts = 0 if inner is None else inner.pasts
         of_inner = () if inner is None else inner.fields
         self.fields = tuple(dict.fromkeys(("mixer_pattern", *of_inner)))
 
@@ -171,7 +181,9 @@ class HalfLayer(Mixer):
 DELTA_NET = StateMixer("delta_", "linear_", GatedDeltaNet, delta_sizes)
 MAMBA_2 = StateMixer("mamba_", "mamba_", Mamba, mamba_sizes)
 GATED_ATTENTION = GatedAttention()
-STATES = {DELTA: DELTA_NET, MAMBA: MAMBA_2}
+NORMS_BEHIND = NormsBehind()
+BESIDE = SideBySide(MAMBA_2.fields)
+STATES = {DELTA: DELTA_NET, MAMBA: MAMBA_2, SIDE_BY_SIDE: BESIDE}
 HALVES = {
     DELTA: HalfLayer("delta", DELTA_NET),
     MAMBA: HalfLayer("mamba", MAMBA_2),
@@ -188,4 +200,7 @@ def mixer_of_block(config: ModelConfig, block: int) -> Mixer | None:
     is_gated = config.attention_output_gate and letter == ATTENTION
     if config.mixer_pattern is not None:
         return GATED_HALF if is_gated else HALVES[letter]
+    has_own_norms = config.norms_behind_attention or config.qk_layernorm_of_all_heads
+    if has_own_norms and letter == ATTENTION:
+        return NORMS_BEHIND
     return GATED_ATTENTION if is_gated else STATES.get(letter)

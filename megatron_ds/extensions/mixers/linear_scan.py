@@ -18,6 +18,8 @@ The host issues five operations for each chunk after the first; everything else 
 Shapes: s tokens, b sequences, n heads in g groups that share q and k, dk and dv channels of keys and of values.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -50,12 +52,12 @@ def linear_scan(
     documents  int64 [b, s], not decreasing: the state begins at 0 in each. None: sequences are one document
     chunk      tokens of a chunk; changes the rounding alone
     """
-    chunks = _Chunks(q, k, v, decay, beta, chunk)
+    chunks = ScanChunks(q, k, v, decay, beta, chunk)
     masks = chunk_masks(documents, chunk, chunks.dtype, q.device)
     return chunks.scanned(masks).to(v.dtype)
 
 
-class _Chunks:
+class ScanChunks:
     """The arguments, cut into c chunks: [b, g, n/g or 1, c, C, ..], in fp32 at least."""
 
     def __init__(
@@ -97,8 +99,14 @@ class _Chunks:
         """Return the factors from the state before a chunk to each of its tokens."""
         return self.total.exp() * masks.reads
 
-    def scanned(self, masks: ChunkMasks) -> torch.Tensor:
-        """Return o [s, b, n, dv]."""
+    def scanned(
+        self, masks: ChunkMasks, keep: Callable[..., None] | None = None
+    ) -> torch.Tensor:
+        """Return o [s, b, n, dv].
+
+        keep: takes what the state within each chunk follows from: the factors between its tokens, those from the
+        state before it, V' and the states before chunks but the first
+        """
         # Within chunks, for all of them at once.
         gap = self.total - self.total.mT
         fade = gap.masked_fill(~masks.within, -torch.inf).exp()
@@ -120,6 +128,8 @@ class _Chunks:
         new = news[0]
         parts = [inners[0] @ new]
         state = None
+        corrected = [new]
+        states = []
         for i in range(1, len(news)):
             added = writes[i - 1].mT @ new
             state = added if state is None else state * kept[i - 1] + added
@@ -129,6 +139,11 @@ class _Chunks:
             # The sum of what tokens read of the state and of their own chunk.
             of_earlier = reads[i] @ state
             parts.append(of_earlier + inners[i] @ new)
+            if keep is not None:
+                corrected.append(new)
+                states.append(state)
+        if keep is not None:
+            keep(fade, self._since_begin(masks), corrected, states)
         return self._joined(parts)
 
     def _values(

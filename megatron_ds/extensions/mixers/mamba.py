@@ -1,7 +1,7 @@
 """`Mamba`: Mamba-2, a state space model in its dual form (Dao and Gu 2024, arXiv:2405.21060, section 7).
 
 Δ = softplus(dt + dt_bias),   S ← exp(-exp(A_log) Δ) S + Δ B xᵀ,   y = Sᵀ C + D x
-y = RMSNorm(y · silu(z)), over the channels of a group
+y = RMSNorm(y · silu(z)), over the channels of a group; RMSNorm(y) · silu(z), or y · silu(z)
 """
 
 import torch
@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from ...config.options.model import ModelConfig
 from ...mpu.context import ParallelContext
 from ...mpu.param_spec import Init
-from .linear_scan import linear_scan
-from .scan_mixer import MixerSizes, ScanMixer
+from .scan_mixer import MixerSizes, Scan, ScanMixer
 
 
 def mamba_sizes(config: ModelConfig) -> MixerSizes:
@@ -38,6 +37,8 @@ class Mamba(ScanMixer):
         self, config: ModelConfig, name: str, ctx: ParallelContext, *, output_std: float
     ):
         self.least_step = config.mamba_least_step
+        self.norm = config.mamba_norm
+        self.factors: tuple[float, ...] = ()
         super().__init__(
             config,
             name,
@@ -53,16 +54,26 @@ class Mamba(ScanMixer):
         sizes = self.sizes
         heads = sizes.groups * sizes.heads
         self.D = self.parameter("D", (heads,), Init("ones"), dtype=torch.float32)
-        self.norm_weight = self.parameter(
-            "norm.weight", (sizes.groups * sizes.width,), Init("ones")
-        )
+        if self.norm != "none":
+            self.norm_weight = self.parameter(
+                "norm.weight", (sizes.groups * sizes.width,), Init("ones")
+            )
+
+    def projected(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the parts of each group, [s, b, g, parts], times their factors."""
+        parts = super().projected(x)
+        if not self.factors:
+            return parts
+        rows = zip(self.sizes.parts, self.factors, strict=True)
+        factors = torch.cat([parts.new_full((n,), factor) for n, factor in rows])
+        return parts * factors
 
     def scanned(
         self,
         parts: tuple[torch.Tensor, ...],
         gates: list[torch.Tensor],
-        documents: torch.Tensor | None,
         groups: range,
+        scan: Scan,
     ) -> torch.Tensor:
         """Return y [s, b, heads, dv] in the dtype of x."""
         x, keys, queries = parts
@@ -71,21 +82,29 @@ class Mamba(ScanMixer):
         if self.least_step:
             steps = steps.clamp(min=self.least_step)
         values = x.unflatten(-1, (self.sizes.heads, -1)).flatten(2, 3).float()
-        y = linear_scan(
+        y = scan(
             queries,
             keys,
             values * steps[..., None],
             self.decay(steps, groups),
             None,
-            documents,
         )
         return (y + self.of_heads(self.D, groups)[:, None] * values).to(x.dtype)
 
     def gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return norm(out · silu(z)), fp32."""
-        gated = out.float() * F.silu(z.float())
+        """Return norm(out · silu(z)) or, by --mamba-norm, norm(out) · silu(z) or out · silu(z), fp32."""
+        gate = F.silu(z.float())
+        if self.norm == "none":
+            return out.float() * gate
+        if self.norm == "before_gate":
+            return self._normed(out.float()) * gate
+        return self._normed(out.float() * gate)
+
+    def _normed(self, gated: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the channels of each group, of [s, b, n, dv]."""
+        heads = gated.shape[2:]
         width = self.sizes.width
         of_groups = gated.flatten(2).unflatten(-1, (self.groups, width))
         normed = F.rms_norm(of_groups, (width,), None, self.eps)
         weight = self.norm_weight.float().unflatten(0, (self.groups, width))
-        return normed * weight
+        return (normed * weight).flatten(2).unflatten(-1, heads)

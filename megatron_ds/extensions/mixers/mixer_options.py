@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ...config.options.need import need
 from ...config.options.option import option
-from .layer_kinds import STATES, kinds_of
+from .layer_kinds import NORMS, STATES, kinds_of
 
 PATTERN = need("model.mixer_pattern")
 STATE = PATTERN | need("model.linear_attention_freq")
@@ -36,7 +36,8 @@ class MixerOptions:
         flags=["--experimental-attention-variant"],
         choices=tuple(STATES),
         needs=need("model.linear_attention_freq"),
-        help="What the layers of --linear-attention-freq have in place of attention; mamba is Mamba-2 (Bamba).",
+        help="What the layers of --linear-attention-freq have in place of attention; mamba is Mamba-2 (Bamba); "
+        "mamba_beside_attention adds the outputs of Mamba-2 and of attention (Falcon-H1).",
     )
     linear_num_key_heads: int = option(
         16,
@@ -70,6 +71,23 @@ class MixerOptions:
         "(Grazzi et al. 2024, arXiv:2411.12537; OLMo-Hybrid).",
         avoid=BY_FLAG,
     )
+    linear_norm_epsilon: float | None = option(
+        None,
+        at_least=0,
+        needs=STATE,
+        help="Added to mean squares in the norm of a gated delta net (1e-5 in OLMo-Hybrid). Default: --norm-epsilon.",
+        avoid=BY_FLAG,
+    )
+    norms_behind_attention: bool = option(
+        False,
+        help="Blocks with attention have norms behind both halves, and none before them (OLMo-Hybrid).",
+        avoid=BY_FLAG,
+    )
+    qk_layernorm_of_all_heads: bool = option(
+        False,
+        help="Norms of all heads of queries together, and of all heads of keys (OLMo-Hybrid).",
+        avoid=f"Tensor-parallel ranks add squares in each layer. {BY_FLAG}",
+    )
     mamba_num_heads: int | None = option(
         None,
         at_least=1,
@@ -101,6 +119,21 @@ class MixerOptions:
         at_least=0,
         needs=STATE,
         help="Least step Δ of Mamba-2 (0.001 in Nemotron-H).",
+        avoid=BY_FLAG,
+    )
+    mamba_norm: str = option(
+        "gated",
+        choices=NORMS,
+        needs=STATE,
+        help="Norm of the result of Mamba-2: of its product with the gate, before this product, or none (Falcon-H1).",
+        avoid=BY_FLAG,
+    )
+    mixer_multipliers: tuple[float, ...] | None = option(
+        None,
+        needs=need("model.linear_attention_freq"),
+        help="Eleven factors of the activations of blocks with Mamba-2 beside attention (Falcon-H1): of the input "
+        "and of the output of attention, the same of Mamba-2, of its parts z, x, B, C and dt, of the gate and of the "
+        "output of the feed-forward. Default: 1.",
         avoid=BY_FLAG,
     )
     attention_output_gate: bool = option(

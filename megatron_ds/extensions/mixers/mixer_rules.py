@@ -1,12 +1,13 @@
 """Rules about mixers: what each layer is, how heads are divided, and what a model with mixers has not."""
 
+import math
 from collections.abc import Iterator
 
 from ...config.messages import divisors, either
 from ...config.options.model import ModelConfig
 from ...config.run import RunConfig
 from ...config.sources.reading import attempt
-from .layer_kinds import DELTA, EXPERTS, MAMBA, kinds_of
+from .layer_kinds import DELTA, EXPERTS, FACTORS, MAMBA, SIDE_BY_SIDE, kinds_of
 
 LORA = "adapters.lora_rank"
 LTD = "random_ltd.random_ltd"
@@ -76,7 +77,7 @@ def heads(config: RunConfig) -> Iterator[str]:
                 "[linear_num_value_heads] is not a multiple of [linear_num_key_heads], by which they are grouped."
             )
         yield from _divided(config, "linear_num_key_heads", keys)
-    if MAMBA in letters:
+    if {MAMBA, SIDE_BY_SIDE} & {*letters}:
         groups = model.mamba_num_groups
         if model.hidden_size and model.mamba_heads % groups:
             yield (
@@ -105,6 +106,58 @@ def _divided(config: RunConfig, name: str, groups: int) -> Iterator[str]:
         yield (
             "[cp_comm_type]: a state passes through all tokens of a sequence, so ranks exchange tokens for heads. Use "
             "--cp-comm-type a2a."
+        )
+
+
+def factors(config: RunConfig) -> Iterator[str]:
+    """Factors are those of blocks with Mamba-2 beside attention and a dense, gated feed-forward."""
+    model = config.model
+    values = model.mixer_multipliers
+    if values is None:
+        return
+    if model.linear_attention_type != "mamba_beside_attention":
+        yield (
+            "[mixer_multipliers] are factors of blocks with Mamba-2 beside attention. Use --linear-attention-type "
+            "mamba_beside_attention, or remove them."
+        )
+    if len(values) != FACTORS or not all(0 < value < math.inf for value in values):
+        yield (
+            f"[mixer_multipliers] has {len(values)} values, and must have {FACTORS} finite ones above 0: the input and "
+            "output of attention, the same of Mamba-2, z, x, B, C, dt, the gate and the output of the feed-forward."
+        )
+    if model.num_experts or not model.is_gated:
+        yield (
+            "[mixer_multipliers] has a factor of the gate of a dense feed-forward. Use --swiglu or another activation "
+            "with a gate, without --num-experts."
+        )
+
+
+def norms(config: RunConfig) -> Iterator[str]:
+    """Norms behind attention, and of all heads, are those of whole blocks with plain attention."""
+    model = config.model
+    given = [
+        name
+        for name in ("norms_behind_attention", "qk_layernorm_of_all_heads")
+        if getattr(model, name)
+    ]
+    if not given:
+        return
+    odd = [
+        name
+        for name in ("mixer_pattern", "attention_output_gate", "use_parallel_residual")
+        if getattr(model, name)
+    ]
+    odd += [
+        name for name in ("qk_layernorm", "norm_after_sublayer") if getattr(model, name)
+    ]
+    if model.normalization != "RMSNorm" or model.apply_layernorm_1p:
+        yield (
+            f"[{given[0]}] is of models with RMSNorm and weights around 1. Use --normalization RMSNorm, without "
+            "--apply-layernorm-1p."
+        )
+    for name in odd:
+        yield (
+            f"[{given[0]}] and [{name}] both describe blocks with attention, which have one of them. Remove one."
         )
 
 

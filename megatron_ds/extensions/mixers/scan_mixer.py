@@ -13,13 +13,16 @@ parallelism each rank exchanges its tokens for some groups of all tokens (`conte
 Letters: s positions, b samples, g groups and n heads of a tensor-parallel rank, c context-parallel ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...batch.batch import Batch
+from ...batch.past import States
 from ...config.options.model import ModelConfig
 from ...context_parallel.head_exchange import to_heads, to_tokens
 from ...models.layer import LayerFlops, check_divides, recompute
@@ -27,11 +30,14 @@ from ...mpu.context import ParallelContext, new_parameter
 from ...mpu.managed_parameter import ManagedParameter
 from ...mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .causal_conv import causal_conv
+from .causal_conv import causal_conv, last_tokens
 from .first_values import log_of_factor, softplus_of_step, within
-from .linear_scan import scan_products
+from .linear_scan import linear_scan, scan_products
+from .scan_states import scan_step, scan_with_states
 
 HEADS = (Split("tp", 0),)
+Scan = Callable[..., torch.Tensor]
+"""Takes q, k, v, decay and beta of `linear_scan`, and returns o."""
 
 
 @dataclass(frozen=True)
@@ -183,16 +189,22 @@ class ScanMixer(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Mix the tokens of x, of each document by itself. Collective over tp and cp."""
         sizes = self.sizes
-        parts = self.in_proj(x).unflatten(-1, (self.groups, -1))
+        parts = self.projected(x)
         z, packed = parts.split((sizes.width, parts.shape[-1] - sizes.width), -1)
         run = partial(recompute, self.mixed) if self.recompute_core else self.mixed
         out = run(packed, batch)
         gated = self.gated(out, z.unflatten(-1, (sizes.heads, -1)).flatten(2, 3))
         return self.out_proj(gated.to(x.dtype).flatten(2))
 
+    def projected(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the parts of each group of the rank, [s, b, g, parts]."""
+        return self.in_proj(x).unflatten(-1, (self.groups, -1))
+
     def mixed(self, packed: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Convolve and scan: packed [s/c, b, g, channels and gates] → [s/c, b, n, dv] of the rank's tokens."""
         cp = self.ctx.cp
+        if batch.past is not None:
+            return batch.past.recur(self.name, self, packed, batch)
         if cp.size == 1:
             return self.of_groups(packed, batch.document_ids, range(self.groups))
         whole = batch.whole
@@ -209,27 +221,85 @@ class ScanMixer(nn.Module):
         self, packed: torch.Tensor, documents: torch.Tensor | None, groups: range
     ) -> torch.Tensor:
         """Convolve and scan these of the rank's groups: packed [s, b, groups, ..] → [s, b, heads, dv]."""
+        channels, gates = self._channels_and_gates(packed)
+        convolved = self.convolved(channels, documents, groups)
+        return self.scanned(
+            self._parts(convolved, groups),
+            gates,
+            groups,
+            lambda *inputs: linear_scan(*inputs, documents),
+        )
+
+    def _channels_and_gates(
+        self, packed: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the channels of packed [s, b, groups, ..], [s, b, channels], and each gate, [s, b, heads]."""
         sizes = self.sizes
         gates = sizes.gates * sizes.heads
         channels, gate = packed.split((packed.shape[-1] - gates, gates), -1)
-        width = sum(sizes.channels)
+        return channels.flatten(2), [n.flatten(2) for n in gate.split(sizes.heads, -1)]
+
+    def _parts(self, channels: torch.Tensor, groups: range) -> tuple[torch.Tensor, ...]:
+        """Return the parts of the channels, each [s, b, groups, ..]."""
+        return channels.unflatten(-1, (len(groups), -1)).split(self.sizes.channels, -1)
+
+    def convolved(
+        self, channels: torch.Tensor, documents: torch.Tensor | None, groups: range
+    ) -> torch.Tensor:
+        """Convolve the channels of these groups, [s, b, channels]."""
+        width = sum(self.sizes.channels)
         bias = self.conv_bias
-        convolved = causal_conv(
-            channels.flatten(2),
+        return causal_conv(
+            channels,
             _rows(self.conv_weight, groups, width),
             None if bias is None else _rows(bias, groups, width),
             documents,
         )
-        parts = convolved.unflatten(-1, (len(groups), width)).split(sizes.channels, -1)
-        numbers = [n.flatten(2) for n in gate.split(sizes.heads, -1)]
-        return self.scanned(parts, numbers, documents, groups)
+
+    def begin(
+        self, x: torch.Tensor, batch: Batch, ends: torch.Tensor
+    ) -> tuple[torch.Tensor, States]:
+        """Read texts from their beginnings (`batch.past.Recurrence`). States: the channels of the tokens that the
+        convolution of the next one sees, [texts, taps - 1, channels], and those of the scan, [texts, n, dk, dv]."""
+        documents = batch.document_ids
+        channels, gates = self._channels_and_gates(x)
+        window = last_tokens(channels[:, 0], ends, self.sizes.taps - 1, documents)
+        found: list[torch.Tensor] = []
+
+        def scan(*inputs: Any) -> torch.Tensor:
+            out, states = scan_with_states(*inputs, documents, ends)
+            found.append(states)
+            return out
+
+        groups = range(self.groups)
+        convolved = self.convolved(channels, documents, groups)
+        out = self.scanned(self._parts(convolved, groups), gates, groups, scan)
+        return out, (window, *found)
+
+    def proceed(self, x: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
+        """Read a token of each text after its states (`batch.past.Recurrence`)."""
+        before, state = states
+        channels, gates = self._channels_and_gates(x)
+        # [taps, texts, channels], of which the last token is convolved.
+        window = torch.cat((before.transpose(0, 1), channels))
+        groups = range(self.groups)
+        convolved = self.convolved(window, None, groups)[-1:]
+        found: list[torch.Tensor] = []
+
+        def scan(*inputs: Any) -> torch.Tensor:
+            out, after = scan_step(*(i if i is None else i[0] for i in inputs), state)
+            found.append(after)
+            return out[None]
+
+        out = self.scanned(self._parts(convolved, groups), gates, groups, scan)
+        return out, (window[1:].transpose(0, 1), *found)
 
     def scanned(
         self,
         parts: tuple[torch.Tensor, ...],
         gates: list[torch.Tensor],
-        documents: torch.Tensor | None,
         groups: range,
+        scan: Scan,
     ) -> torch.Tensor:
         """Scan. parts: of the channels, each [s, b, groups, ..]; gates: each [s, b, heads] → [s, b, heads, dv]."""
         raise NotImplementedError

@@ -6,8 +6,28 @@ Names are those of the files that `save_pretrained` writes. Conv1D weights of GP
 from functools import partial
 
 from ..family import Family, Row
-from .mixer_rows import NEMOTRON_H_ROWS, QWEN3_NEXT_ROWS
-from .mixer_tables import NEMOTRON_H, QWEN3_NEXT
+from .mixer_rows import (
+    BAMBA_ROWS,
+    FALCON_H1_ROWS,
+    GRANITE_HYBRID_ROWS,
+    NEMOTRON_H_ROWS,
+    OLMO2_ROWS,
+    OLMO_HYBRID_ROWS,
+    QWEN3_5_ROWS,
+    QWEN3_NEXT_ROWS,
+)
+from .mixer_tables import (
+    BAMBA,
+    FALCON_H1,
+    GRANITE_HYBRID,
+    MAMBA2,
+    NEMOTRON_H,
+    OLMO2,
+    OLMO_HYBRID,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+)
 from .predictions import PREDICTING, PREDICTION_ROWS
 from .rows import (
     BIASED_MOE_ROWS,
@@ -175,6 +195,74 @@ FAMILIES = {
             prefix="model.",
             tied=HEAD,
             ignored=("mtp.*",),
+        ),
+        *(
+            _family(
+                model_type,
+                architecture,
+                QWEN3_5_ROWS,
+                table,
+                prefix="model.",
+                tied=HEAD,
+                ignored=("mtp.*",),
+            )
+            for model_type, architecture, table in (
+                ("qwen3_5_text", "Qwen3_5ForCausalLM", QWEN3_5),
+                ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", QWEN3_5_MOE),
+            )
+        ),
+        _family(
+            "olmo2",
+            "Olmo2ForCausalLM",
+            OLMO2_ROWS,
+            OLMO2,
+            prefix="model.",
+            tied=HEAD,
+        ),
+        _family(
+            "olmo_hybrid",
+            "OlmoHybridForCausalLM",
+            OLMO_HYBRID_ROWS,
+            OLMO_HYBRID,
+            prefix="model.",
+            tied=HEAD,
+            # Names that blocks with attention, and models in memory, have for these norms.
+            aliases=(
+                (r"\.input_layernorm\.", ".attention_layer_norm."),
+                (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),
+            ),
+        ),
+        _family(
+            "bamba",
+            "BambaForCausalLM",
+            BAMBA_ROWS,
+            BAMBA,
+            prefix="model.",
+            tied=HEAD,
+        ),
+        _family(
+            "falcon_h1",
+            "FalconH1ForCausalLM",
+            FALCON_H1_ROWS,
+            FALCON_H1,
+            prefix="model.",
+            tied=HEAD,
+        ),
+        _family(
+            "granitemoehybrid",
+            "GraniteMoeHybridForCausalLM",
+            GRANITE_HYBRID_ROWS,
+            GRANITE_HYBRID,
+            prefix="model.",
+            tied=HEAD,
+        ),
+        _family(
+            "mamba2",
+            "Mamba2ForCausalLM",
+            NEMOTRON_H_ROWS,
+            MAMBA2,
+            prefix="backbone.",
+            tied=(("lm_head.weight", "backbone.embeddings.weight"),),
         ),
         _family(
             "nemotron_h",
@@ -476,7 +564,6 @@ REFUSED = {
     "gpt_neox_japanese": NO_TABLE,
     "phimoe": NO_TABLE,
     "olmo": "its norms have no weights",
-    "olmo2": NORM_BEHIND,
     "olmo3": NORM_BEHIND,
     "olmoe": NO_TABLE,
     "llama4": MULTIMODAL,
@@ -486,8 +573,9 @@ REFUSED = {
     "qwen2_vl": MULTIMODAL,
     "qwen2_5_vl": MULTIMODAL,
     "qwen3_vl": MULTIMODAL,
-    "mamba": "it is a state-space model",
-    "mamba2": "it is a state-space model",
+    "qwen3_5": MULTIMODAL,
+    "qwen3_5_moe": MULTIMODAL,
+    "mamba": "its states are those of Mamba-1, one for each channel",
     "t5": "it has an encoder and a decoder",
     "deepseek_v32": INDEXED,
     "glm_moe_dsa": INDEXED,

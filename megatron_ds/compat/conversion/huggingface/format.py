@@ -7,6 +7,7 @@ tokenizer.json, tokenizer_config.json, …                                  copi
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -183,7 +184,10 @@ def read(folder: Path, wishes: Wishes) -> LogicalCheckpoint:
 def with_prefix(
     tensors: Mapping[str, StoredTensor], family: Family
 ) -> Mapping[str, StoredTensor]:
-    """Return the tensors under the names of a model with a head, also if the files hold the bare model."""
+    """Return the tensors under the names of the family's rows, of a model with a head, also if the files hold the bare
+    model."""
+    for pattern, known in family.aliases:
+        tensors = {re.sub(pattern, known, name): t for name, t in tensors.items()}
     if not family.prefix or any(name.startswith(family.prefix) for name in tensors):
         return tensors
     heads = {name for name, _ in family.tied}

@@ -54,7 +54,7 @@ ROPE_KEYS = frozenset(
     """
     rope_type type rope_theta partial_rotary_factor factor attention_factor beta_fast beta_slow
     mscale mscale_all_dim truncate low_freq_factor high_freq_factor
-    original_max_position_embeddings""".split()
+    original_max_position_embeddings mrope_section mrope_interleaved""".split()
 )
 # Settings that make another model whatever the family → the reason.
 REFUSED_KEYS = {

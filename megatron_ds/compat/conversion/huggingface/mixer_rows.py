@@ -8,7 +8,7 @@ A group of our rows has all that the heads need which share keys:
     gates           b, a of a gated delta net; dt of Mamba-2
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,8 +16,8 @@ import torch
 
 from ....config.options.model import ModelConfig
 from ..family import Row
-from ..packings import QKV_SPLIT, Packing, Parts
-from .rows import LAYER, QWEN_MOE_ROWS, WORDS
+from ..packings import GATE_UP, QKV_SPLIT, SAME, Packing, Parts
+from .rows import LAYER, LLAMA_ROWS, QWEN_MOE_ROWS, WORDS
 
 GroupSizes = tuple[int, tuple[int, ...]]
 """(groups, rows of each part of a group)"""
@@ -69,6 +69,42 @@ def _to_qkvz_ba(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
         by_group((q, k, v, z), groups),
         by_group((b, a), groups),
     ]
+
+
+def _from_parts(parts: Parts, model: ModelConfig) -> torch.Tensor:
+    """Rows q, k, v of all groups, and z, b, a of all groups → ours."""
+    groups, (_, q, k, v, _, _) = _delta(model)
+    joined, gate, b, a = parts
+    channels = joined.split([groups * rows for rows in (q, k, v)])
+    return by_group((gate, *channels, b, a), groups)
+
+
+def _to_parts(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    groups, sizes = _delta(model)
+    gate, *channels, b, a = by_part(rows, groups, sizes)
+    return [torch.cat(channels), gate, b, a]
+
+
+def _from_six(parts: Parts, model: ModelConfig) -> torch.Tensor:
+    """Rows of q, k, v, z, b and a, a tensor each → ours."""
+    q, k, v, z, b, a = parts
+    return by_group((z, q, k, v, b, a), _delta(model)[0])
+
+
+def _to_six(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    groups, sizes = _delta(model)
+    z, q, k, v, b, a = by_part(rows, groups, sizes)
+    return [q, k, v, z, b, a]
+
+
+def _from_three(parts: Parts, model: ModelConfig) -> torch.Tensor:
+    """Taps [channels, 1, taps] of q, k and v, in three tensors → ours."""
+    return _parts_first(_delta_channels, [torch.cat(list(parts)).squeeze(1)], model)
+
+
+def _to_three(rows: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+    groups, sizes = _delta_channels(model)
+    return [part.unsqueeze(1) for part in by_part(rows, groups, sizes)]
 
 
 def _delta_channels(model: ModelConfig) -> GroupSizes:
@@ -131,6 +167,10 @@ def _conv(sizes: Sizes) -> Packing:
 
 
 DELTA_IN = Packing("q, k, v, z and b, a by group", _from_qkvz_ba, _to_qkvz_ba)
+DELTA_PARTS = Packing("q, k, v and z, b, a", _from_parts, _to_parts)
+DELTA_SIX = Packing("q, k, v, z, b and a", _from_six, _to_six)
+# transformers writes them as three tensors of equal size.
+DELTA_TAPS = Packing("taps of q, k and v", _from_three, _to_three, is_joined=True)
 DELTA_CONV = _conv(_delta_channels)
 MAMBA_IN = Packing(
     "z, x, B, C, dt",
@@ -199,6 +239,95 @@ def _qwen_rows(projections: str, packing: Packing) -> tuple[Row, ...]:
 
 
 QWEN3_NEXT_ROWS = _qwen_rows("qkvz ba", DELTA_IN)
+QWEN3_5_ROWS = _qwen_rows("qkv z b a", DELTA_PARTS)
+BLOCK = "model.layers.{i}"
+MAMBA_MODULE = f"{BLOCK}.mamba"
+MAMBA_ROWS = _mixer_rows(
+    MAMBA_MODULE,
+    Row(MIXED + "in_proj.weight", f"{MAMBA_MODULE}.in_proj.weight", MAMBA_IN),
+    MAMBA_CONV,
+)
+
+
+def _inside(place: str, rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return the rows of a mixer that is one of two in its slot. place: its name there"""
+    return tuple(
+        replace(row, ours=row.ours.replace(MIXED, f"{MIXED}{place}."))
+        for row in rows
+        if row.ours.startswith(MIXED)
+    )
+
+
+def _block_row(ours: str, theirs: str, packing: Packing = SAME) -> Row:
+    """Return the row of a weight of a whole block. theirs: names, separated by spaces."""
+    names = [f"{BLOCK}.{name}.weight" for name in theirs.split()]
+    return Row(f"{LAYER}{ours}.weight", " ".join(names), packing)
+
+
+def _olmo_row(ours: str, theirs: str, packing: Packing = SAME) -> Row:
+    """Return the row of a weight of a gated delta net. theirs: names, separated by spaces."""
+    names = [f"{DELTA}.{name}" for name in theirs.split()]
+    return Row(MIXED + ours, " ".join(names), packing)
+
+
+OLMO_HYBRID_ROWS = (
+    _olmo_row(
+        "in_proj.weight",
+        " ".join(f"{part}_proj.weight" for part in "qkvgba"),
+        DELTA_SIX,
+    ),
+    _olmo_row(
+        "conv1d.weight",
+        " ".join(f"{part}_conv1d.weight" for part in "qkv"),
+        DELTA_TAPS,
+    ),
+    _olmo_row("norm.weight", "o_norm.weight"),
+    _olmo_row("out_proj.weight", "o_proj.weight"),
+    _olmo_row("A_log", "A_log"),
+    _olmo_row("dt_bias", "dt_bias"),
+    # transformers gives the first norm of a block with attention the name of the second one of the others.
+    _block_row("input_layernorm", "attention_layer_norm"),
+    _block_row("pre_mlp_layernorm", "feedforward_layer_norm"),
+    _block_row("post_self_attn_layernorm", "feedforward_layer_norm"),
+    _block_row("post_mlp_layernorm", "post_feedforward_layernorm"),
+    *LLAMA_ROWS,
+)
+OLMO2_ROWS = (
+    _block_row("post_self_attn_layernorm", "post_attention_layernorm"),
+    _block_row("post_mlp_layernorm", "post_feedforward_layernorm"),
+    *LLAMA_ROWS,
+)
+BAMBA_ROWS = (
+    *MAMBA_ROWS,
+    Row("decoder.final_layernorm.weight", "model.final_layernorm.weight"),
+    _block_row("pre_mlp_layernorm", "pre_ff_layernorm"),
+    _block_row(
+        "mlp.linear_fc1", "feed_forward.gate_proj feed_forward.up_proj", GATE_UP
+    ),
+    _block_row("mlp.linear_fc2", "feed_forward.down_proj"),
+    *LLAMA_ROWS,
+)
+FALCON_H1_ROWS = (
+    *_inside("mamba", MAMBA_ROWS),
+    *_inside("attention", LLAMA_ROWS),
+    *BAMBA_ROWS,
+)
+GRANITE_HYBRID_ROWS = (
+    *MAMBA_ROWS,
+    *(
+        _block_row(ours, theirs)
+        for ours, theirs in (
+            ("mlp.router", "block_sparse_moe.router.layer"),
+            ("mlp.experts.linear_fc1", "block_sparse_moe.input_linear"),
+            ("mlp.experts.linear_fc2", "block_sparse_moe.output_linear"),
+            ("mlp.shared_experts.linear_fc1", "shared_mlp.input_linear"),
+            ("mlp.shared_experts.linear_fc2", "shared_mlp.output_linear"),
+            ("mlp.linear_fc1", "shared_mlp.input_linear"),
+            ("mlp.linear_fc2", "shared_mlp.output_linear"),
+        )
+    ),
+    *LLAMA_ROWS,
+)
 HALF = "backbone.layers.{i}"
 
 

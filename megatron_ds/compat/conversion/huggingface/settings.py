@@ -18,8 +18,27 @@ from ..settings_table import options_of, settings_of
 from .experts import BIASED_KEYS, EXPERT_KEYS, expert_options, expert_settings
 from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .latents import LATENT_KEYS
-from .mixer_settings import HALF_KEYS, LinearLayers
-from .mixer_tables import NEMOTRON_H, QWEN3_NEXT
+from .mixer_settings import (
+    FALCON_H1_KEYS,
+    GRANITE_KEYS,
+    HALF_KEYS,
+    MAMBA_KEYS,
+    OLMO_KEYS,
+    AttentionIndices,
+    LinearLayers,
+    SideBySide,
+)
+from .mixer_tables import (
+    BAMBA,
+    FALCON_H1,
+    GRANITE_HYBRID,
+    MAMBA2,
+    NEMOTRON_H,
+    OLMO_HYBRID,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+)
 from .predictions import OTHER_NAME
 from .rotary import rotary_options, rotary_settings
 from .rules import BY_WINDOW_KEYS, FALCON_KEYS
@@ -68,6 +87,9 @@ DEFAULTS = {
     "cohere": {"rope_theta": 500000.0},
     "smollm3": {"rope_theta": 2000000.0},
     "qwen3_next": {SHARE: 0.25},
+    "qwen3_5_text": {SHARE: 0.25},
+    "qwen3_5_moe_text": {SHARE: 0.25},
+    "bamba": {SHARE: 0.5},
 }
 PARTLY = (
     GPT_NEOX,
@@ -78,6 +100,9 @@ PARTLY = (
     NEMOTRON,
     STABLELM,
     QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    BAMBA,
 )
 # Other names of settings, which transformers renames when it reads them, by model_type.
 ALIASES = {
@@ -251,6 +276,18 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     },
+    "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "qwen3_5_moe_text": {
+        "intermediate_size": 512,  # of dense layers, of which it has none
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "falcon_h1": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "bamba": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "nemotron_h": {
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -282,7 +319,14 @@ BESIDE_TABLES = (
     (SMOLLM3, {"no_rope_layer_interval"}),
     (COHERE2, {"sliding_window_pattern"}),
     (NEMOTRON_H, HALF_KEYS),
-    (QWEN3_NEXT, {"full_attention_interval"}),
+    *(
+        (table, {"full_attention_interval"})
+        for table in (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+    ),
+    *((table, MAMBA_KEYS) for table in (BAMBA, MAMBA2)),
+    (OLMO_HYBRID, OLMO_KEYS | ROTARY_KEYS),
+    (FALCON_H1, FALCON_H1_KEYS),
+    (GRANITE_HYBRID, MAMBA_KEYS | GRANITE_KEYS | ROTARY_KEYS),
     (BIOGPT, {"layer_norm_eps"}),  # transformers computes with 1e-5 for all values
 )
 
@@ -348,8 +392,12 @@ def with_defaults(settings: Settings) -> Settings:
     return {**defaults, **settings}
 
 
+# Entries of tables of models whose layers differ, which read layer_types or need none.
+OTHER_LAYERS = (Window, LinearLayers, AttentionIndices, SideBySide)
+
+
 def _has_windows(table: tuple) -> bool:
-    return any(isinstance(entry, Window | LinearLayers) for entry in table)
+    return any(isinstance(entry, OTHER_LAYERS) for entry in table)
 
 
 def _check_attention(settings: Settings) -> None:

@@ -232,14 +232,13 @@ SEED_OSS = (
     Only("mlp_bias", (False,)),
     Key("residual_dropout", "hidden_dropout", 0.1),
 )
-GRANITE = (
-    *LLAMA,
-    *LLAMA_BIAS,
+GRANITE_FACTORS = (
     ScoreScale(),
     Multiplier("embedding_multiplier", "embedding_multiplier"),
     Multiplier("residual_multiplier", "residual_multiplier"),
     Multiplier("logits_scaling", "logit_multiplier", divides=True),
 )
+GRANITE = (*LLAMA, *LLAMA_BIAS, *GRANITE_FACTORS)
 SMOLLM3 = (
     *GROUPED,
     ROTARY,
