@@ -32,9 +32,7 @@ def kept(generator) -> set[float]:
     numbers = set()
     for tensors in layers.values():
         memory = {t.untyped_storage().data_ptr(): t for t in tensors}
-        elements = [
-            t.untyped_storage().nbytes() / t.itemsize for t in memory.values()
-        ]
+        elements = [t.untyped_storage().nbytes() / t.itemsize for t in memory.values()]
         numbers.add(sum(elements) / places)
     assert len(layers) == 4
     return numbers
@@ -70,6 +68,18 @@ def test_a_token_takes_576_numbers_and_gives_the_texts_of_kept_keys_and_values(
 def test_the_cache_is_in_the_dtype_of_the_run():
     _, numbers, size = generated("dp=1", "--bf16")
     assert numbers == {576} and size == 2
+
+
+def test_adapters_of_the_projections_to_latents_keep_the_latents():
+    """One of the projection from the latents makes keys and values what is kept."""
+    adapted = (
+        "--lora-rank 2 --lora-target-modules linear_q_down_proj linear_kv_down_proj"
+    )
+    texts, _, _ = generated("dp=1")
+    # The initial adapters change nothing.
+    assert generated("tp=2", adapted)[:2] == (texts, {576})
+    others, numbers, _ = generated("tp=2", f"{adapted} linear_kv_up_proj")
+    assert others == texts and numbers == {HEADS // 2 * (128 + 64 + 128)}
 
 
 def test_texts_depend_on_the_latents_that_are_kept(monkeypatch):
