@@ -490,5 +490,6 @@ REFUSED = {
     "mamba2": "it is a state-space model",
     "t5": "it has an encoder and a decoder",
     "deepseek_v32": INDEXED,
+    "deepseek_v4": "its attention is sparse, over compressed keys, with an indexer",
     "glm_moe_dsa": INDEXED,
 }
