@@ -93,6 +93,25 @@ def test_a_drawn_layout_trains_like_one_process(model, dropout, layout):
     assert difference.is_within(TOLERANCE["fp32"]), difference
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=2,sp=1,pp=2,schedule=zb-h1",
+        "cp=2,comm_type=a2a,dp=2,zero=3",
+        "tp=2,cp=2,ep=2,dp=2,zero=1",
+        "tp=2,pp=2,recompute=full",
+    ],
+)
+def test_further_predictions_by_latents_and_experts_train_like_in_one_process(layout):
+    job = [*job_of("experts", 0.1), *"--mtp-num-layers 2 --rotary-base 500".split()]
+    difference, run = stray(job, layout, STEPS)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    depth = "mtp.layers.1.transformer_layer"
+    assert f"{depth}.self_attention.linear_kv_up_proj.weight" in run.merged[1]
+    assert f"{depth}.mlp.router.weight" in run.merged[1]
+
+
 ADAPTED = (
     "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.1 --lora-target-modules linear_q_down_proj linear_q_up_proj "
     "linear_kv_down_proj linear_kv_up_proj linear_proj"

@@ -43,8 +43,9 @@ class DoraLinear(AdaptedLinear):
         # The bias is added to the scaled rows, and not by the layer.
         self.own_bias = base.bias
         base.bias = None  # type: ignore[assignment]  # a module takes None for a parameter
-        is_row_layer = isinstance(base, RowParallelLinear)
-        self.columns = base.group if is_row_layer else solo("tp")
+        self.columns = solo("tp")
+        if isinstance(base, RowParallelLinear):
+            self.columns = base.group
         changes = []
         for part in form.parts:
             spec = _change_spec(base, self.rows, part, form.ctx)
