@@ -8,7 +8,8 @@
 # from 4 of 8 groups, and a shared one; sigmoid scores and a bias for balance.
 #
 # Attention is multi-latent: 187,107,328 weights a layer with its norms, and 671,026,404,352 in all without the
-# routers' biases, as the published model has without its next-token-after-next head.
+# routers' biases, as the published model has without its next-token-after-next head. --mtp-num-layers 1 adds that:
+# 11,610,067,968 weights, beside the embedding and the output layer that it shares.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

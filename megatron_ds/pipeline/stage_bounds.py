@@ -49,8 +49,8 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
               (embedding) and behind them (final norm, head)
     text    either decoder layers per stage, "3,2,3": layers before the blocks go to the first stage, those
             behind to the last. Or one letter a layer and "|" between stages, "Et*3|(tt|)*2t*3L": E embedding,
-            t decoder layer, L norm and head; "*n" repeats, parentheses group, commas and blanks are ignored;
-            E and L may be omitted.
+            t decoder layer, L norm and head, m before it a further depth of the head; "*n" repeats, parentheses
+            group, commas and blanks are ignored; E and L may be omitted.
     """
     # Numbers of layers before and behind the decoder layers.
     blocks = [at for at, block in enumerate(is_block) if block]
@@ -66,14 +66,14 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
         parts = text.split(",")
         named = sum(map(int, parts))
     else:
-        letters = _expand(text)
+        letters = written_out(text)
         parts = letters.split("|")
         named = letters.count("t")
     if len(parts) != stages:
         raise wrong(f"it has {len(parts)} stages, but the pipeline has {stages}")
     if named != len(blocks):
         raise wrong(f"it has {named} decoder layers, but the model has {len(blocks)}")
-    # One string of E, t and L for each stage; E and L are added where they were omitted.
+    # One string of E, t, m and L for each stage; E and L are added where they were omitted.
     if is_counts:
         parts = ["t" * int(count) for count in parts]
     given = "".join(parts)
@@ -81,11 +81,14 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
         parts[0] = "E" + parts[0]
     if "L" not in given:
         parts[-1] += "L"
-    expected = "E" + "t" * len(blocks) + "L"
+    depths = "m" * given.count("m")
+    expected = "E" + "t" * len(blocks) + depths + "L"
     if "".join(parts) != expected:
-        raise wrong("E comes once, before the decoder layers, and L once, after them")
+        raise wrong(
+            "E comes once, before the decoder layers, and L once, after them and the depths m"
+        )
     # Count the layers of each stage.
-    size = {"E": before, "t": 1, "L": behind}
+    size = {"E": before, "t": 1, "m": 0, "L": behind}
     counts = [sum(size[letter] for letter in part) for part in parts]
     if 0 in counts:
         raise wrong(f"stage {counts.index(0)} would hold no layer")
@@ -96,7 +99,7 @@ def count_stages(text: str) -> int:
     """Number of stages of a layout. Raises ConfigError for another form."""
     if _is_counts(text):
         return 1 + text.count(",")
-    return 1 + _expand(text).count("|")
+    return 1 + written_out(text).count("|")
 
 
 def _is_counts(text: str) -> bool:
@@ -166,10 +169,10 @@ def _most_even(prefix: Sequence[int], stages: int, limit: int) -> Bounds:
     return tuple(bounds)
 
 
-def _expand(text: str) -> str:
-    """Write out the repetitions of a layout."""
+def written_out(text: str) -> str:
+    """Return a layout of letters without repetitions and parentheses. Raises ConfigError for other letters."""
     expanded = re.sub(r"[\s,]", "", text)
-    repeated = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([EtL|])\*(\d+)")
+    repeated = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([EtmL|])\*(\d+)")
     while found := repeated.search(expanded):
         # The innermost group, or a single letter with a number.
         group, group_times, letter, letter_times = found.groups()
@@ -183,12 +186,12 @@ def _expand(text: str) -> str:
         behind = expanded[found.end() :]
         repeated_part = (letter or group) * times
         expanded = before + repeated_part + behind
-    strange = re.search(r"[^EtL|]", expanded)
+    strange = re.search(r"[^EtmL|]", expanded)
     if strange:
         raise ConfigError(
             f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at "
             "that position. Valid: decoder layers per stage, such as 3,2,3; or E (embedding), "
-            "t (decoder layer), L (norm and head), | between stages, *n to repeat, "
+            "t (decoder layer), m (depth of --mtp-num-layers), L (norm and head), | between stages, *n to repeat, "
             "parentheses, such as Et*3|t*2|t*3L."
         )
     return expanded

@@ -87,7 +87,9 @@ def test_products_are_those_of_each_element(shape):
     assert torch.equal(found, by_elements(codes, scale, (128, 128)))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3, tied", "glm4_moe", "phi3, window"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3, tied", "glm4_moe", "phi3, window", "deepseek_v3"]
+)
 def test_a_quantized_folder_is_the_folder_of_its_products(name, tmp_path):
     folder = saved(name, tmp_path / "theirs", torch.bfloat16)
     numbers = quantized(folder)

@@ -182,6 +182,7 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         ("dots1", "pp=2"),
         ("deepseek_v3", "tp=2,sp=1"),
         (OTHER_HALVES, "pp=2"),
+        ("kimi_k2", "tp=2,ep=2,dp=2"),
         ("deepseek_v2", "dp=2,ep=2"),
         ("deepseek_v2, queries without a latent", "tp=2"),
         ("glm4_moe_lite", "dp=2,zero=3"),
@@ -300,6 +301,25 @@ def test_the_settings_of_kimi_k2_describe_as_many_parameters_as_transformers():
     biases = 60 * 384  # no parameters of transformers
     count = sum(spec.numel for spec in specs)
     assert count == theirs.num_parameters() + biases > 10**12
+
+
+def test_a_folder_of_kimi_k2_is_read_and_written_under_its_name(tmp_path):
+    theirs = saved("kimi_k2", tmp_path / "theirs")
+    expected = HUGGING_FACE.read(theirs, Wishes())
+    tokens = random_tokens(model_of(expected.model, "the test"))
+    logits = their_outputs(theirs, tokens)
+    settings = json.loads((theirs / "config.json").read_text())
+    settings |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    (theirs / "config.json").write_text(json.dumps(settings))
+    ours, back = there_and_back(theirs, tmp_path)
+    assert ours.model == expected.model
+    difference, largest = largest_difference(our_outputs(ours, tokens), logits)
+    assert largest > 0.1 and difference <= 1e-5
+    before, after = files_in(theirs), files_in(back)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    written = json.loads((back / "config.json").read_text())
+    assert written["model_type"] == "kimi_k2"
 
 
 def test_the_settings_of_bloom_176b_describe_as_many_parameters_as_it_has():

@@ -264,6 +264,25 @@ def test_a_tied_head_that_differs_from_the_embedding(tmp_path):
 
 
 WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
+INDEXER = r"sparse.* with an indexer"
+OF_V3 = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 2,
+    "q_lora_rank": 4,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+}
 OTHER_MODELS = {
     "post-LN": ({"model_type": "bert"}, "post-LN"),
     "an unknown type": ({"model_type": "lama"}, "did you mean 'llama'"),
@@ -342,6 +361,13 @@ OTHER_MODELS = {
     "part of a head rotated, as of 4": (
         {"partial_rotary_factor": 0.5},
         "partial_rotary_factor is 0.5",
+    ),
+    "DeepSeek-V3.2": ({"model_type": "deepseek_v32"}, INDEXER),
+    "GLM-5": ({"model_type": "glm_moe_dsa"}, INDEXER),
+    "DeepSeek-V4": ({"model_type": "deepseek_v4"}, INDEXER),
+    "a DeepSeek-V3 with an indexer": (
+        {**OF_V3, "index_topk": 4},
+        f"index_topk is 4: {INDEXER}.* is not computed",
     ),
     "a type that is a list": (
         {"model_type": ["llama"]},

@@ -424,9 +424,11 @@ def test_the_recipe_of_llama_fine_tunes_a_folder_of_hugging_face_and_writes_one(
     assert tokenizer["eos_token"] == "<|endoftext|>"
 
 
-def test_deepseek_v3_is_planned(tmp_path):
+@pytest.mark.parametrize("depths", [0, 1])
+def test_deepseek_v3_is_planned(depths, tmp_path):
+    script = str(ROOT / "examples" / "deepseek_v3_dry_run.sh")
     done = subprocess.run(
-        ["bash", str(ROOT / "examples" / "deepseek_v3_dry_run.sh")],
+        ["bash", script, *["--mtp-num-layers", "1"][: 2 * depths]],
         cwd=tmp_path,
         env=warm_environment(environment()),
         capture_output=True,
@@ -440,28 +442,31 @@ def test_deepseek_v3_is_planned(tmp_path):
     keys_values = h * (512 + 64) + 512 + 512 * 128 * (128 + 128)
     attention = queries + keys_values + 128 * 128 * h
     dense, expert = 3 * h * 18432, 3 * h * f
+    # A depth has a block with experts, three norms and a projection; its embedding and head are the model's.
+    blocks = 61 + depths
     others = (
         2 * 129280 * h
-        + 61 * (attention + 2 * h)
+        + blocks * (attention + 2 * h)
         + h
         + 3 * dense
-        + 58 * (expert + 256 * h)
+        + (blocks - 3) * (expert + 256 * h)
+        + depths * (3 * h + 2 * h * h)
     )
-    assert (
-        f"the model has {others + 58 * 256 * expert:,} parameters (671.0 G)"
-        in done.stdout
-    )
-    assert (
-        f"a token uses {others + 58 * 8 * expert:,} of the parameters, 5.6%"
-        in done.stdout
-    )
+    whole = others + (blocks - 3) * 256 * expert
+    active = others + (blocks - 3) * 8 * expert
+    billions = f"{whole / 1e9:.1f} G"
+    assert f"the model has {whole:,} parameters ({billions})" in done.stdout
+    assert f"a token uses {active:,} of the parameters, " in done.stdout
+    if depths:
+        assert whole - 671_026_404_352 == 11_610_067_968
+        return
+    assert (whole, active) == (671_026_404_352, 37_552_282_624)
     (printed,) = [
         block
         for block in blocks_of("docs/scale/planning.md")
         if block.mark == "printed by: examples/deepseek_v3_dry_run.sh"
     ]
     check_printed(printed, done.stdout)
-    assert others + 58 * 256 * expert == 671_026_404_352
 
 
 def run_in_a_new_shell(commands, folder):

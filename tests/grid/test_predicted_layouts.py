@@ -56,6 +56,18 @@ CASES = [
 ]
 
 
+def test_the_layouts_hold_every_kind_of_parallelism():
+    """Each way to share a sequence, each ZeRO stage, and zero-bubble schedules, tied and untied."""
+    for name, wanted in (
+        ("embeddings", {"tied", "untied"}),
+        ("comm", {"none", "p2p", "all_gather", "a2a"}),
+        ("zero", {0, 1, 2, 3}),
+        ("schedule", {"1f1b", "interleaved", "zb-h2", "zb-v"}),
+        ("sp", {0, 1}),
+    ):
+        assert wanted <= {case[name] for case in cases()}, name
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_layout_predicts_several_tokens_like_one_process(case):
     job = [*job_of(case), *DEPTHS]

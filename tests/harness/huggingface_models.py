@@ -448,6 +448,21 @@ MODELS = {
             rope_interleave=False,
         ),
     ),
+    # Its settings are those of DeepSeek-V3, whose class of transformers computes it.
+    "kimi_k2": (
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | dict(
+            num_hidden_layers=3,
+            num_experts_per_tok=3,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            num_mtp_layers=0,
+            routed_scaling_factor=2.827,
+            rope_parameters=SCALED | {"rope_theta": 5e4},
+        ),
+    ),
     "deepseek_v2": (
         "DeepseekV2ForCausalLM",
         LATENT

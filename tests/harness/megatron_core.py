@@ -49,6 +49,34 @@ MOE = {
     "moe_token_dispatcher_type": "allgather",
 }
 BERT = {**GPT2, "bert": True}
+LATENT = {
+    **{name: value for name, value in LLAMA.items() if name != "num_query_groups"},
+    "multi_latent_attention": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "qk_layernorm": True,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 2.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+DEPTHS = {**LLAMA, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.4}
+# Latents, experts behind a dense layer, and a further depth.
+DEEPSEEK = {
+    **MOE,
+    **LATENT,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 1.5,
+    "mtp_num_layers": 1,
+    "mtp_loss_scaling_factor": 0.4,
+}
+DEEPSEEK.pop("num_query_groups")
 LR, STEPS = 1e-2, 2
 # without rotary embedding the bias of keys has no gradient but rounding, of which a smaller eps makes steps
 EPS = 1e-7
@@ -185,7 +213,10 @@ def logical_weights(ranks: list[dict], model: dict) -> dict[str, torch.Tensor]:
             found[name] = torch.cat(parts, 1)
         elif any(
             leaf in name
-            for leaf in ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer")
+            for leaf in (
+                *("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"),
+                *("linear_q_", "linear_kv_", "eh_proj"),
+            )
         ):
             found[name] = torch.cat(parts)
         else:
@@ -205,7 +236,9 @@ def pipeline_weights(
                 (int(number), rest) if is_later and number.isdecimal() else (0, name)
             )
             layer = f"layers.{chunk * len(ranks) + stage}."
-            found.setdefault(name.replace("layers.0.", layer), weight)
+            if not name.startswith("mtp."):
+                name = name.replace("layers.0.", layer)
+            found.setdefault(name, weight)
     return found
 
 

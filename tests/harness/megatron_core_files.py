@@ -6,6 +6,29 @@ Nothing heavy is imported at the top.
 
 from pathlib import Path
 
+# Arguments of the model that some models have.
+FURTHER = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "mscale",
+    "mscale_all_dim",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+)
+
 
 def names_of(chunks) -> list[str]:
     """Keys of the chunks in checkpoints of Megatron-LM."""
@@ -128,6 +151,7 @@ def arguments(job: dict):
         moe_router_load_balancing_type=shape.get(
             "moe_router_load_balancing_type", "none"
         ),
+        **{name: shape[name] for name in FURTHER if name in shape},
     )
 
 

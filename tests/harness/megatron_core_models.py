@@ -17,7 +17,10 @@ def make(job: dict):
 def config_of(job: dict):
     """(TransformerConfig, arguments of the model)"""
     import torch
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     torch.manual_seed(1234)
     dtype = getattr(torch, job["dtype"])
@@ -49,7 +52,9 @@ def config_of(job: dict):
         if job["vp"] > 1
         else {}
     )
-    config = TransformerConfig(
+    has_latents = "multi_latent_attention" in shape
+    kind = MLATransformerConfig if has_latents else TransformerConfig
+    config = kind(
         use_cpu_initialization=True,
         tensor_model_parallel_size=job["tp"],
         params_dtype=dtype,
@@ -81,6 +86,8 @@ def chunks_of(job: dict, config, gpt: dict) -> list:
         kind, spec, gpt = BertModel, bert_layer_local_spec, {**gpt, "num_tokentypes": 2}
     else:
         kind, spec = GPTModel, gpt_spec(job["model"], config)
+        if "multi_latent_attention" in job["model"]:
+            spec = with_plain_cores(spec)
     stages = [
         dict(ignore_virtual=False, vp_stage=number) for number in range(job["vp"])
     ]
@@ -89,6 +96,7 @@ def chunks_of(job: dict, config, gpt: dict) -> list:
             config,
             transformer_layer_spec=spec,
             **gpt,
+            **depths(config, spec, stage["vp_stage"] if job["vp"] > 1 else None),
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             vp_stage=stage["vp_stage"] if job["vp"] > 1 else None,
@@ -114,8 +122,32 @@ def gpt_spec(shape: dict, config):
         shape.get("num_moe_experts"),
         shape.get("moe_grouped_gemm", False),
         shape.get("qk_layernorm", False),
+        shape.get("multi_latent_attention", False),
         normalization=shape.get("normalization"),
     )
+
+
+def with_plain_cores(spec):
+    """The modules of layers, whose attention has values of another width than keys."""
+    from megatron.core.transformer import multi_latent_attention
+
+    from tests.harness.megatron_latent import plain_core
+
+    multi_latent_attention.HAVE_TE = False
+    core = plain_core()
+    for layer in getattr(spec, "layer_specs", None) or [spec]:
+        layer.submodules.self_attention.submodules.core_attention = core
+    return spec
+
+
+def depths(config, spec, stage) -> dict:
+    """Arguments of the model with the depths of multi-token prediction of a chunk."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    if not getattr(config, "mtp_num_layers", None):
+        return {}
+    made = get_gpt_mtp_block_spec(config, spec, False, vp_stage=stage)
+    return {"mtp_block_spec": made}
 
 
 def add_noise(models: list) -> None:

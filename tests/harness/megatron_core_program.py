@@ -134,7 +134,8 @@ def train(job: dict, rank: int) -> None:
         save = {"torch": files.save_torch, "torch_dist": files.save_torch_dist}[format]
         save(job, model, optimizer, folder, sharding)
     after, batch = {"saved": weights_of(model)}, batches[job["steps"]]
-    if job["pp"] == 1:
+    # With further depths megatron-core computes no logits without labels.
+    if job["pp"] == 1 and not job["model"].get("mtp_num_layers"):
         after["logits"] = models.logits_of(model[0], batch)
     after["terms"] = models.train_step(model, optimizer, batch)
     after["weights"] = weights_of(model)

@@ -8,6 +8,7 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.latent_attention.latent_sizes import score_scale
+from megatron_ds.extensions.lora.options import LoraConfig
 from megatron_ds.models import build_stage, gpt_layers, run_layers
 from megatron_ds.models.identity import model_identity
 from megatron_ds.mpu.context import ParallelContext
@@ -128,6 +129,20 @@ def test_the_plan_has_the_bytes_that_its_blocks_keep(ranks, recompute):
         [*flags, "--micro-batch-size", "2"], number, slice(1, 3)
     )
     assert measured == planned
+
+
+@pytest.mark.parametrize("rank_of_queries", [True, False])
+def test_all_linear_layers_have_adapters_if_asked(rank_of_queries):
+    chosen = lambda *flags: (
+        latent_config("--lora-rank", "2", *flags, rank_of_queries=rank_of_queries)
+        .of(LoraConfig)
+        .targets
+    )
+    block = a_block(rank_of_queries=rank_of_queries)[1]
+    linear = {name for name, m in block.named_children() if hasattr(m, "call")}
+    every = {*linear, "linear_fc1", "linear_fc2"}
+    assert {*chosen("--lora-target-modules", "all-linear")} == every
+    assert every - {*chosen()} == {n for n in linear if "down" in n} != set()
 
 
 def test_packed_matrices_are_updated_apart():

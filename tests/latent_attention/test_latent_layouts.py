@@ -93,6 +93,47 @@ def test_a_drawn_layout_trains_like_one_process(model, dropout, layout):
     assert difference.is_within(TOLERANCE["fp32"]), difference
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=2,sp=1,pp=2,schedule=zb-h1",
+        "cp=2,comm_type=a2a,dp=2,zero=3",
+        "tp=2,cp=2,ep=2,dp=2,zero=1",
+        "tp=2,pp=2,recompute=full",
+    ],
+)
+def test_further_predictions_by_latents_and_experts_train_like_in_one_process(layout):
+    job = [*job_of("experts", 0.1), *"--mtp-num-layers 2 --rotary-base 500".split()]
+    difference, run = stray(job, layout, STEPS)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    depth = "mtp.layers.1.transformer_layer"
+    assert f"{depth}.self_attention.linear_kv_up_proj.weight" in run.merged[1]
+    assert f"{depth}.mlp.router.weight" in run.merged[1]
+
+
+ADAPTED = (
+    "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.1 --lora-target-modules linear_q_down_proj linear_q_up_proj "
+    "linear_kv_down_proj linear_kv_up_proj linear_proj"
+).split()
+
+
+@pytest.mark.parametrize(
+    "layout, more",
+    [
+        ("tp=2,sp=1", []),
+        pytest.param("tp=2,dp=2,zero=3", ["--use-dora"], marks=pytest.mark.rest),
+        pytest.param("tp=2,sp=1,cp=2", ["--use-dora"], marks=pytest.mark.rest),
+    ],
+)
+def test_adapters_of_all_projections_train_like_in_one_process(layout, more):
+    job = [*job_of("yarn", 0.0), *ADAPTED, *more]
+    difference, run = stray(job, layout, STEPS)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    adapters = [name for name in run.merged[1] if ".lora_a." in name]
+    assert sum("down_proj" in name for name in adapters) == 2 * 3
+
+
 def test_another_scale_of_scores_would_show():
     """A layout that ignored a part of the model would differ by more than the tolerance."""
     plain = job_of("yarn", 0.0)

@@ -48,6 +48,8 @@ FLAGS = (
     f"--lora-rank {RANK} --lora-alpha {ALPHA} --lr {RATE} --min-lr {RATE} --clip-grad 0 --adam-beta2 0.95 "
     "--adam-eps 1e-5 --weight-decay 0.01 --seq-length 16 --hidden-dropout 0 --attention-dropout 0"
 ).split()
+LATENT = "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj"
+OTHER_HALVES = "deepseek_v3, one group, queries without a latent, other halves"
 # (model, whether magnitudes are trained) → modules with adapters, layout
 CASES = {
     ("llama", False): ("q_proj v_proj o_proj gate_proj down_proj", "tp=2,sp=1"),
@@ -58,6 +60,9 @@ CASES = {
     ("qwen3, tied", True): ("q_proj k_proj o_proj up_proj", "pp=2,zero=1"),
     ("gpt2", True): ("c_attn c_proj c_fc", "tp=2,sp=1"),
     ("mixtral", True): ("k_proj o_proj", "cp=2,ep=2"),
+    ("deepseek_v3", False): (LATENT, "pp=2,dp=2,zero=1"),
+    ("deepseek_v3", True): (LATENT, "tp=2,sp=1,pp=2"),
+    (OTHER_HALVES, False): ("q_proj kv_a_proj_with_mqa o_proj", "dp=2,zero=3"),
 }
 
 
@@ -137,6 +142,9 @@ def test_training_is_that_of_peft(name, use_dora, tmp_path):
     absolute = from_peft(values_of(theirs), family, model)
     ours = shift(adapters_in_memory(absolute, "peft"), sign=-1)
     targets = targets_of(ours)
+    # Biases of routers are remembered beside the adapters.
+    below = found.tensors["weight"]
+    biases = {name: below[name] for name in below if name.endswith("expert_bias")}
     if use_dora:
         flags.append("--use-dora")
     config = parse(
@@ -146,8 +154,9 @@ def test_training_is_that_of_peft(name, use_dora, tmp_path):
     def load(engine):
         load_foreign(engine, found, frozen_pieces(engine), engine.config.checkpoint)
         pieces = all_pieces(engine)
+        own = {**biases, **ours}
         fill(
-            plan_filling(pieces, {"weight": ours}, ("weight",)), engine.mesh.coordinates
+            plan_filling(pieces, {"weight": own}, ("weight",)), engine.mesh.coordinates
         )
         engine.optimizer.after_load()
 
@@ -212,6 +221,47 @@ def test_other_factors_and_fewer_layers_have_the_sum_of_peft(settings, kind, tmp
     untouched = load_file(base / "model.safetensors")
     name = "model.layers.1.self_attn.o_proj.weight"
     assert not torch.allclose(ours[name], untouched[name], atol=1e-3)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_of_latents_are_read_merged_and_written(use_dora, tmp_path):
+    base = saved("deepseek_v3", tmp_path / "base")
+    model = peft_of(base, LATENT, use_dora)
+    model.save_pretrained(tmp_path / "in")
+    wishes = Wishes(base=base)
+    found = format_of("peft").read(tmp_path / "in", wishes)
+    downs = {"linear_q_down_proj", "linear_kv_down_proj"}
+    assert downs < {*found.adapters.targets}
+    format_of("huggingface").write(found, tmp_path / "whole", Wishes())
+    ours = load_file(tmp_path / "whole/model.safetensors")
+    untouched = load_file(base / "model.safetensors")
+    import transformers
+
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6)
+    name = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+    assert not torch.allclose(ours[name], untouched[name], atol=1e-3)
+    # The same folder of peft again.
+    format_of("peft").write(found, tmp_path / "again", wishes)
+    files = [
+        tmp_path / f"{place}/adapter_model.safetensors" for place in ("in", "again")
+    ]
+    before, after = map(load_file, files)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-6, atol=1e-7)
+    import peft
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    again = peft.PeftModel.from_pretrained(plain, tmp_path / "again").eval()
+    tokens = torch.arange(12)[None] % V
+    with torch.no_grad():
+        expected = merged.eval()(tokens).logits
+        torch.testing.assert_close(again(tokens).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_run_does_not_continue_adapters_of_a_part_of_the_layers(tmp_path):

@@ -1,7 +1,7 @@
 """Our models with experts are those of the transformers library, with the same weights.
 
-Mixtral, Qwen2-MoE and Qwen3-MoE are compared whole. DeepSeek-V3 has latent attention, which ours does not
-have: its feed-forward with experts is compared alone.
+Mixtral, Qwen2-MoE and Qwen3-MoE are compared whole. Of DeepSeek-V3 the feed-forward with experts is compared alone;
+whole models are read from its folders in `compat_checkpoints`.
 """
 
 import pytest

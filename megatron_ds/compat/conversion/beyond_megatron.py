@@ -1,4 +1,4 @@
-"""Options that neither Megatron-LM nor Megatron-DeepSpeed has: their checkpoints cannot hold such models."""
+"""Options that neither Megatron-LM nor Megatron-DeepSpeed has, or whose tensors are not converted."""
 
 from ...config.options.model import ModelConfig
 from ...errors import CheckpointError
@@ -19,6 +19,9 @@ BEYOND = {
     "attention_logit_softcapping": "capped scores of attention (--attention-logit-softcapping)",
     "final_logit_softcapping": "capped logits (--final-logit-softcapping)",
     "moe_router_linear_bias": "a bias of the router (--moe-router-linear-bias)",
+    "linear_attention_freq": "gated delta nets (--linear-attention-freq)",
+    "mixer_pattern": "layers of different kinds (--mixer-pattern)",
+    "attention_output_gate": "a gate of attention (--attention-output-gate)",
     "window_rotary_base": "rotary positions of layers with a window (--window-rotary-base)",
 }
 GATES = ("geglu", "clamped_swiglu")
@@ -35,5 +38,5 @@ def check_known_to_megatron(model: ModelConfig, program: str) -> None:
         odd.append(f"--activation {model.activation}")
     if odd:
         raise CheckpointError(
-            f"{program} does not compute {', '.join(odd)}. Choose another format."
+            f"{program} does not compute {', '.join(odd)}, or its tensors are not converted. Choose another format."
         )

@@ -127,8 +127,8 @@ class ParallelConfig:
         None,
         flags=["--pipeline-model-parallel-layout"],
         help="Decoder layers of each pipeline stage, such as 3,2,3; or one letter per layer, such as "
-        "Et*3|tt|t*3L (E embedding, t decoder layer, L norm and head). With several stages on a rank, "
-        "one entry per stage. Default: see --pipeline-cut.",
+        "Et*3|tt|t*3mL (E embedding, t decoder layer, m depth of --mtp-num-layers, on the stage of L, norm "
+        "and head). With several stages on a rank, one entry per stage. Default: see --pipeline-cut.",
     )
     decoder_first_pipeline_num_layers: int | None = option(
         None,

@@ -62,15 +62,11 @@ class LatentMixer(Mixer):
     def flops(
         self, config: ModelConfig, seq_length: int, pattern: AttentionPattern
     ) -> LayerFlops:
-        h = config.hidden_size
         heads = config.num_attention_heads
-        queries = heads * query_width(config)
-        values = heads * config.v_head_dim
         # Elements of the weights, each of which is multiplied once for a token.
         weights = sum(into * out for into, out in self.linear_layers(config).values())
-        weights += h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
-        weights += h * (config.q_lora_rank or 0)
-        scores = 6.0 * pattern.pairs(seq_length) * (queries + values)
+        widths = heads * (query_width(config) + config.v_head_dim)
+        scores = 6.0 * pattern.pairs(seq_length) * widths
         return LayerFlops(float(6 * seq_length * weights), scores)
 
     def linear_layers(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
@@ -78,14 +74,18 @@ class LatentMixer(Mixer):
         heads = config.num_attention_heads
         queries = heads * query_width(config)
         keys_values = heads * (config.qk_head_dim + config.v_head_dim)
+        latent = config.kv_lora_rank
         rank = config.q_lora_rank
-        to_queries = (
-            ("linear_q_proj", h) if rank is None else ("linear_q_up_proj", rank)
-        )
-        name, width = to_queries
+        to_queries = {"linear_q_proj": (h, queries)}
+        if rank is not None:
+            to_queries = {
+                "linear_q_down_proj": (h, rank),
+                "linear_q_up_proj": (rank, queries),
+            }
         return {
-            name: (width, queries),
-            "linear_kv_up_proj": (config.kv_lora_rank, keys_values),
+            **to_queries,
+            "linear_kv_down_proj": (h, latent + config.qk_pos_emb_head_dim),
+            "linear_kv_up_proj": (latent, keys_values),
             "linear_proj": (heads * config.v_head_dim, h),
         }
 

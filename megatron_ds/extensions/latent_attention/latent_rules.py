@@ -7,6 +7,8 @@ from ...config.run import RunConfig
 WHY = "--multi-latent-attention"
 ORIGINAL = 4096  # Megatron's sequences before YaRN
 TYPE = "model.position_embedding_type"
+TARGETS = "adapters.lora_target_modules"
+ALL_LINEAR = "all-linear"
 
 # Options of self-attention that have no meaning here.
 OTHERS = {
@@ -35,7 +37,10 @@ def implied(config: RunConfig) -> Mapping[str, tuple]:
     if TYPE not in config.sources or model.is_rotary or model.rope_type:
         found["model.rotary_interleaved"] = (True, WHY)
     if config.get("adapters.lora_rank") is not None:
-        found["adapters.lora_target_modules"] = (_adapted(config), WHY)
+        found[TARGETS] = (_adapted(config), WHY)
+        if ALL_LINEAR in config.get(TARGETS):
+            every = (*_adapted(config), *_to_latents(config))
+            found[TARGETS] = (every, f"--lora-target-modules {ALL_LINEAR}", True)
     if "yarn" in (_rope_type(config), model.position_embedding_type):
         why = "Megatron's value of --rope-type yarn"
         found["model.original_max_position_embeddings"] = (ORIGINAL, why)
@@ -55,6 +60,14 @@ def _adapted(config: RunConfig) -> tuple[str, ...]:
         "linear_fc1",
         "linear_fc2",
     )
+
+
+def _to_latents(config: RunConfig) -> tuple[str, ...]:
+    """Return the layers that are whole on each rank."""
+    of_keys = "linear_kv_down_proj"
+    if config.model.q_lora_rank is None:
+        return (of_keys,)
+    return ("linear_q_down_proj", of_keys)
 
 
 def _rope_type(config: RunConfig) -> str:

@@ -16,7 +16,11 @@ from ...moe.experts import GroupedLinear
 from ...moe.mixture import MixtureOfExperts
 from ...mpu.context import ParallelContext
 from ...mpu.managed_parameter import spec_of
-from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ...tensor_parallel.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm, Linear
 from .adapter_dropout import AdapterDropout, BatchUnderWay, ExpertDropout, TokenKeys
 from .dora import DoraExperts, DoraLinear
@@ -150,7 +154,7 @@ def _adapted(
 
 
 def _linear_layers(block: nn.Module) -> Iterator[Place]:
-    kinds = (ColumnParallelLinear, RowParallelLinear, GroupedLinear)
+    kinds = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, GroupedLinear)
     for parent in block.modules():
         for name, child in parent.named_children():
             if isinstance(child, kinds):

@@ -2,12 +2,14 @@
 
     column layer   A [r, in] on every rank      B [out/t, r]      the rows of W's shard
     row layer      A [r, in/t]                  B [out, r] on every rank
+    whole layer    A [r, in] on every rank      B [out, r] on every rank
     experts        A [E, r, in(/t)]             B [E, out(/t), r]     one of each for each expert
 
 The two matrices are linear layers of the package, so that between them there are s·b·r numbers: a column layer
 sums their gradient over the tensor-parallel ranks, a row layer their values. With sequence parallelism, A of a
 column layer and B of a row layer see a slice of the sequence, and the others gather and scatter r channels.
-Experts need no communication of their own: outputs of tensor-parallel ranks are partial sums in any case, and so
+A layer that every rank has whole computes slices of the sequence, and so does its adapter, without
+communication. Experts need none of their own: outputs of tensor-parallel ranks are partial sums in any case, and so
 are the gradients of the matrices that all of these ranks hold.
 
 A starts with normally distributed values of the variance of peft's (1 / 3 in), B with zeros: the first step
@@ -16,6 +18,7 @@ begins at the model without adapters.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -32,8 +35,7 @@ from ...tensor_parallel.linear import (
 )
 from .targets import PackedRows
 
-Linear = ColumnParallelLinear | RowParallelLinear
-Matrix = Linear | ReplicatedLinear
+Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 Drop = Callable[..., torch.Tensor]
 
 
@@ -87,10 +89,10 @@ class AdaptedLinear(nn.Module):
             outputs.append(up(down(drop(x)) * self.scale))
         return y + self.packed(outputs, y)
 
-    def matrices(self) -> list[tuple[Matrix, Matrix]]:
+    def matrices(self) -> list[tuple[Linear, Linear]]:
         """Return (A, B) of each adapter."""
         pairs = (tuple(pair.children()) for pair in self.adapters)
-        return [cast(tuple[Matrix, Matrix], pair) for pair in pairs]
+        return [cast(tuple[Linear, Linear], pair) for pair in pairs]
 
     def packed(
         self, outputs: Sequence[torch.Tensor], like: torch.Tensor
@@ -173,46 +175,28 @@ def _adapter_of(
     b = f"{name}.lora_b"
     std = initial_std(columns)
     out = rows.rows_of(part)
-    # A of a row layer reads its slice of the input, and B writes whole rows.
-    if isinstance(base, RowParallelLinear):
-        return nn.ModuleList(
-            (
-                RowParallelLinear(columns, rank, ctx, name=a, init_std=std, bias=False),
-                ReplicatedLinear(
-                    rank,
-                    out,
-                    ctx,
-                    name=b,
-                    init_std=0.0,
-                    bias=False,
-                    partial_over=ctx.partial_over,
-                    matrices=Matrices(),
-                ),
-            )
-        )
-    return nn.ModuleList(
-        (
-            ReplicatedLinear(
-                columns,
-                rank,
-                ctx,
-                name=a,
-                init_std=std,
-                bias=False,
-                partial_over=ctx.partial_over,
-                matrices=Matrices(),
-            ),
-            ColumnParallelLinear(
-                rank,
-                out,
-                ctx,
-                name=b,
-                init_std=0.0,
-                bias=False,
-                parts=rows.splits if part is None else 1,
-            ),
-        )
+    # A of a row layer reads its slice of the input. What is whole sees tokens of the rank's slice of the sequence.
+    whole = partial(
+        ReplicatedLinear,
+        bias=False,
+        partial_over=ctx.partial_over,
+        matrices=Matrices(),
     )
+    down: Linear
+    up: Linear
+    if isinstance(base, RowParallelLinear):
+        down = RowParallelLinear(columns, rank, ctx, name=a, init_std=std, bias=False)
+    else:
+        down = whole(columns, rank, ctx, name=a, init_std=std)
+    # B writes the rows that the layer writes on this rank.
+    if isinstance(base, ColumnParallelLinear):
+        splits = rows.splits if part is None else 1
+        up = ColumnParallelLinear(
+            rank, out, ctx, name=b, init_std=0.0, bias=False, parts=splits
+        )
+    else:
+        up = whole(rank, out, ctx, name=b, init_std=0.0)
+    return nn.ModuleList((down, up))
 
 
 def initial_std(columns: int) -> float:

@@ -26,7 +26,11 @@ from ...mpu.context import ParallelContext
 from ...mpu.group import Group, solo
 from ...mpu.param_spec import Init, ParamSpec, Split
 from ...ops.grouped import RowRuns, sums_of_runs
-from ...tensor_parallel.linear import RowParallelLinear, new_shard
+from ...tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    new_shard,
+)
 from .adapter import AdaptedExperts, AdaptedLinear, AdapterForm, Linear
 from .targets import PackedRows
 
@@ -39,8 +43,9 @@ class DoraLinear(AdaptedLinear):
         # The bias is added to the scaled rows, and not by the layer.
         self.own_bias = base.bias
         base.bias = None  # type: ignore[assignment]  # a module takes None for a parameter
-        is_row_layer = isinstance(base, RowParallelLinear)
-        self.columns = base.group if is_row_layer else solo("tp")
+        self.columns = solo("tp")
+        if isinstance(base, RowParallelLinear):
+            self.columns = base.group
         changes = []
         for part in form.parts:
             spec = _change_spec(base, self.rows, part, form.ctx)
@@ -212,8 +217,8 @@ def _change_spec(
         name = f"{name}.{part}"
     splits: tuple[Split, ...] = ()
     partial_over = ctx.partial_over
-    # The ranks divide the rows of a column layer, and scale slices of the sequence after a row layer.
-    if not isinstance(base, RowParallelLinear):
+    # The ranks divide the rows of a column layer, and scale slices of the sequence after others.
+    if isinstance(base, ColumnParallelLinear):
         splits = (Split("tp", 0, rows.splits if part is None else 1),)
         partial_over = ()
     return ParamSpec(

@@ -23,6 +23,10 @@ class FurtherDepths:
 FURTHER = FurtherDepths()
 
 
+def _places_depths(config: Any) -> bool:
+    return "m" in (config.parallel.pipeline_layout or "")
+
+
 FEATURES = [
     Feature(
         "token_predictions",
@@ -32,8 +36,10 @@ FEATURES = [
             own(".rules:models"),
             own(".rules:positions"),
             own(".rules:lengths"),
+            own(".rules:divided"),
             own(".rules:objectives"),
-        ),
+        )
+        + rules_if(_places_depths, own(".rules:stages")),
         provides={"further layers": own(".feature:FURTHER")},
     )
 ]

@@ -578,5 +578,6 @@ REFUSED = {
     "mamba": "its states are those of Mamba-1, one for each channel",
     "t5": "it has an encoder and a decoder",
     "deepseek_v32": INDEXED,
+    "deepseek_v4": "its attention is sparse, over compressed keys, with an indexer",
     "glm_moe_dsa": INDEXED,
 }

@@ -36,7 +36,17 @@ A = "lora_a"
 B = "lora_b"
 M = "lora_m"
 THEIRS = {A: "lora_A.weight", B: "lora_B.weight", M: "lora_magnitude_vector"}
-LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LAYERS = (
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+)
 PROBE = 7  # columns of a tensor by which a packing that transposes is recognised
 # Values of keys that change what an adapter computes; other values are refused.
 PLAIN: dict[str, Any] = {
@@ -235,7 +245,7 @@ def check_config(config: Mapping[str, Any], place: object) -> None:
     odd = [
         f"{key}={config[key]!r}"
         for key, plain in PLAIN.items()
-        if key in config and config[key] not in (plain, None)
+        if key in config and config[key] not in (plain, None, [])
     ]
     start = config.get("init_lora_weights")
     if start not in PLAIN_STARTS:

@@ -14,6 +14,13 @@ from ....errors import CheckpointError
 from ....models.attention import scaled_rotary_base
 from ....ops.rotary_scaling import Llama3Scaling
 from ..beyond_megatron import check_known_to_megatron
+from .latent_args import (
+    WIDTHS,
+    depth_arguments,
+    depths_of,
+    latent_arguments,
+    with_latents,
+)
 from .names import EMBEDDING
 
 SAME_NAME = (
@@ -72,8 +79,6 @@ OF_CAPACITY = (
 )
 # Values of arguments that models of this package do not compute: name → (admitted values, what it is).
 REFUSED = {
-    "multi_latent_attention": ((False, None), "multi-latent attention"),
-    "mtp_num_layers": ((None, 0), "multi-token prediction"),
     "apply_residual_connection_post_layernorm": (
         (False, None),
         "residuals after the norm",
@@ -89,7 +94,6 @@ REFUSED = {
     "num_memory_units": ((None,), "memory"),
     "softmax_type": (("vanilla", "off-by-one", None), "weights of its softmax"),
     "qk_clip": ((False, None), "clipped scores"),
-    "rope_type": (("rope", None), "another rotary embedding"),
     "qk_l2_norm": ((False, None), "queries and keys of unit length"),
     "softmax_scale": ((None,), "its own scale of scores"),
     "activation_func_clamp_value": ((None,), "a clamped activation"),
@@ -115,6 +119,12 @@ COUNTS = (
     "make_vocab_size_divisible_by",
     "num_experts",
     "moe_router_topk",
+    "mtp_num_layers",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
     "model_parallel_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -127,7 +137,12 @@ COUNTS = (
     "consumed_train_samples",
     "skipped_train_samples",
 )
-MOST = {"num_layers": 10_000, "num_experts": 100_000}
+MOST = {
+    "num_layers": 10_000,
+    "num_experts": 100_000,
+    "mtp_num_layers": 1000,
+    **dict.fromkeys(WIDTHS, 10**6),
+}
 
 
 def check_arguments(args: Mapping[str, Any], place: object) -> None:
@@ -200,9 +215,10 @@ def model_options(
             "model": "bert",
             "bert_binary_head": bool(args.get("bert_binary_head", True)),
         }
-    # Options of experts apply only to models that have them.
+    # Options of experts, latents and depths apply only to models that have them.
     if args.get("num_experts"):
         found |= experts_of(args)
+    found = {**with_latents(found, args), **depths_of(args)}
     # Values take the types of our options, and defaults are left out.
     found = {
         name: _plain(value, known[name].default)
@@ -222,6 +238,11 @@ def _refuse(args: Mapping[str, Any]) -> None:
                 f"the model has {noun} (--{name.replace('_', '-')} {args[name]!r}), which "
                 "this package does not compute."
             )
+    if not args.get("multi_latent_attention") and args.get("rope_type") == "yarn":
+        raise CheckpointError(
+            "the model has another rotary embedding (--rope-type 'yarn' without multi-latent attention), which this "
+            "package does not compute."
+        )
 
 
 def experts_of(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,7 +393,7 @@ def arguments_of(model: ModelConfig, tensor_parallel: int) -> dict[str, Any]:
             "moe_layer_freq": [int(bool(n)) for n in model.experts],
             "moe_router_load_balancing_type": model.moe_router_load_balancing_type[0],
         }
-    return values
+    return values | latent_arguments(model) | depth_arguments(model)
 
 
 def _check_computed_by_megatron(model: ModelConfig) -> None:
@@ -408,7 +429,7 @@ def _positions_of(model: ModelConfig) -> dict[str, Any]:
             f"{Llama3Scaling.original} tokens, and this model from {length}. Choose "
             "another format."
         )
-    if model.position_embedding_type == "yarn":
+    if model.position_embedding_type == "yarn" and not model.multi_latent_attention:
         return {name: getattr(model, name) for name in OF_YARN} | {
             "yarn_rotary_scaling_factor": model.yarn_factor,
             YARN_LENGTH: length,

@@ -49,6 +49,27 @@ _ATTENTION = (
     "pre_mlp_layernorm.{}",
 )
 _TE_ATTENTION = (_ATTENTION[1], _ATTENTION[0], *_ATTENTION[2:])
+_LATENT_ATTENTION = (
+    "input_layernorm.{}",
+    "self_attention.linear_proj.{}",
+    "self_attention.linear_q_proj.{}",
+    "self_attention.linear_q_down_proj.{}",
+    "self_attention.linear_q_up_proj.{}",
+    "self_attention.linear_kv_down_proj.{}",
+    "self_attention.linear_kv_up_proj.{}",
+    "self_attention.q_layernorm.{}",
+    "self_attention.kv_layernorm.{}",
+    "pre_mlp_layernorm.{}",
+)
+# TransformerEngine's layers have the norm before their weight.
+_TE_LATENT_ATTENTION = (
+    *_LATENT_ATTENTION[:4],
+    "self_attention.q_layernorm.{}",
+    *_LATENT_ATTENTION[4:6],
+    "self_attention.kv_layernorm.{}",
+    _LATENT_ATTENTION[6],
+    _LATENT_ATTENTION[9],
+)
 _MLP = ("mlp.linear_fc1.{}", "mlp.linear_fc2.{}")
 _SHARED = (
     "mlp.shared_experts.gate_{}",
@@ -200,7 +221,10 @@ def _of_place(
         for i in range(len(buckets))
     ]
     # Candidate orders and bucket sizes are replayed until one reproduces the recorded buffers.
-    for attention in (_TE_ATTENTION, _ATTENTION):
+    orders: Sequence[Sequence[str]] = (_TE_ATTENTION, _ATTENTION)
+    if args.get("multi_latent_attention"):
+        orders = (_TE_LATENT_ATTENTION, _LATENT_ATTENTION)
+    for attention in orders:
         parameters = _registered(weights, args, where, attention)
         for size in bucket_sizes(args, sum(lengths)):
             places, replayed = places_of(parameters, size)
@@ -236,15 +260,18 @@ def _registered(
     stages = layout.pp * layout.chunks
     count = args["num_layers"] // stages
     stage = place.chunk * layout.pp + place.pp
+    is_last = stage == stages - 1
+    depths = args.get("mtp_num_layers") or 0
     parts = [TensorPart(name) for name in _BEFORE] if stage == 0 else []
+    if is_last and depths and stages > 1:
+        parts.append(TensorPart(EMBEDDING))  # the copy that the depths read
     for layer in range(stage * count, (stage + 1) * count):
         parts += _of_layer(f"decoder.layers.{layer}.", weights, args, where, attention)
-    if stage == stages - 1:
-        parts += [
-            TensorPart("decoder.final_layernorm.weight"),
-            TensorPart("decoder.final_layernorm.bias"),
-            TensorPart(HEAD),
-        ]
+    if is_last:
+        parts += _weights_and_biases("decoder.", ("final_layernorm.{}",))
+        for depth in range(depths):
+            parts += _of_depth(f"mtp.layers.{depth}.", weights, args, where, attention)
+        parts.append(TensorPart(HEAD))
     # The model lacks some of these parameters, and others belong to another optimizer.
     found = []
     for part in parts:
@@ -298,6 +325,22 @@ def _of_layer(
         TensorPart(f"{prefix}mlp.router.weight"),
         *experts,
         *named(_SHARED),
+    ]
+
+
+def _of_depth(
+    prefix: str,
+    weights: Mapping[str, StoredTensor],
+    args: Mapping[str, Any],
+    where: tuple[BufferLayout, BufferKey],
+    attention: Sequence[str],
+) -> list[TensorPart]:
+    """Return the parts of one depth of multi-token prediction in the order of registration."""
+    block = f"{prefix}transformer_layer."
+    return [
+        *_weights_and_biases(prefix, ("enorm.{}", "hnorm.{}", "eh_proj.{}")),
+        *_of_layer(block, weights, args, where, attention),
+        *_weights_and_biases(prefix, ("final_layernorm.{}",)),
     ]
 
 

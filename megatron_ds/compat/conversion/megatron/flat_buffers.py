@@ -89,13 +89,13 @@ def is_of_experts(name: str) -> bool:
 
 
 def is_shared(name: str, args: Mapping[str, Any]) -> bool:
-    """Return whether a parameter is a tied embedding that two pipeline stages hold."""
+    """Return whether a parameter is an embedding that two pipeline stages hold: tied, or read by further depths."""
+    if (args.get("pipeline_model_parallel_size") or 1) == 1:
+        return False
+    if args.get("mtp_num_layers"):
+        return name == EMBEDDING
     tied = not args.get("untie_embeddings_and_output_weights")
-    return (
-        tied
-        and (args.get("pipeline_model_parallel_size") or 1) > 1
-        and name in (EMBEDDING, HEAD)
-    )
+    return tied and name in (EMBEDDING, HEAD)
 
 
 # ---- distrib_optim.pt: one file for each model-parallel rank, buckets one after the other.

@@ -29,6 +29,7 @@ from .args import model_options
 from .names import EMBEDDING, HEAD, VOCABULARY
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+UNTRAINED = ".router.expert_bias"  # it is set by the loads of the experts
 ARGUMENTS = "argparse.Namespace"  # the class of the run's arguments, which are read
 # Flat buffers name no parameters, so a master is compared with its weight.
 WRONG_MASTER = (
@@ -91,9 +92,10 @@ def _check_moments(
     moments: Mapping[str, Mapping[str, StoredTensor]],
     raw: RawCheckpoint,
 ) -> None:
-    """Raises CheckpointError if a weight has no moment of one of the kinds."""
+    """Raises CheckpointError if a trained weight has no moment of one of the kinds."""
     for kind in MOMENTS:
-        if absent := sorted(weights.keys() - moments.get(kind, {}).keys()):
+        trained = {name for name in weights if not name.endswith(UNTRAINED)}
+        if absent := sorted(trained - moments.get(kind, {}).keys()):
             raise CheckpointError(
                 f"{raw.folder}: {len(absent)} tensors have no {kind}: {listing(absent)}. "
                 "Their optimizer would start from zero. To load the weights alone, give "

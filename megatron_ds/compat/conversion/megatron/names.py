@@ -42,7 +42,12 @@ _RULES = tuple(
             r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$",
             r".input_layernorm.\1",
         ),
+        (
+            r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$",
+            r".self_attention.\1_layernorm.\2",
+        ),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+        (r"^(mtp\.layers\.\d+)\.mtp_model_layer\.", r"\1.transformer_layer."),
         (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
     )
 )

@@ -119,7 +119,7 @@ def _weights(
     p, pp = pipeline
     count = model.num_layers // pp
     for name, stored in checkpoint.tensors[WEIGHT].items():
-        # Layers are divided equally; embeddings are on the first stage and the rest on the last.
+        # Layers are divided equally; embeddings are on the first stage, the rest, as further depths, on the last.
         layer = layer_of(name)
         local = name
         if layer is not None:
@@ -130,12 +130,12 @@ def _weights(
         else:
             stage = pp - 1
         names = [local] if stage == p else []
-        if (
-            name == EMBEDDING
-            and p == pp - 1 > 0
-            and HEAD not in checkpoint.tensors[WEIGHT]
-        ):
-            names.append(HEAD)  # the last stage's copy of tied weights
+        if name == EMBEDDING and p == pp - 1 > 0:
+            # The last stage has copies, of tied weights and for further depths.
+            if HEAD not in checkpoint.tensors[WEIGHT]:
+                names.append(HEAD)
+            if model.mtp_num_layers:
+                names.append(EMBEDDING)
         # Only tensors of this stage are read.
         if names:
             values = stored.read()

@@ -14,9 +14,13 @@ from .names import VOCABULARY, TensorPart
 
 _SPLITS = (
     (re.compile(r".*\.linear_qkv\.(weight|bias)"), 0),
+    (re.compile(r".*\.linear_(q|q_up|kv_up)_proj\.weight"), 0),
+    (re.compile(r".*\.eh_proj\.weight"), 0),
     (re.compile(r".*\.linear_fc1\.(weight|bias)"), 0),
     (re.compile(r".*\.(linear_proj|linear_fc2)\.weight"), 1),
 )
+# Projections to latents: megatron-core's own layers divide them, those of TransformerEngine do not.
+_DOWN = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")
 # (tensor-parallel rank, expert-parallel rank) → local tensor
 ByRank = dict[tuple[int, int], StoredTensor]
 
@@ -25,6 +29,8 @@ def split_of(name: str, args: Mapping[str, Any]) -> tuple[int | None, int]:
     """Return (dimension that tensor parallelism splits, pieces packed along it) of our name, for one expert."""
     if name in VOCABULARY:
         return 0, 1
+    if _DOWN.fullmatch(name):
+        return (0 if args.get("transformer_impl") == "local" else None), 1
     matching = (dim for pattern, dim in _SPLITS if pattern.fullmatch(name))
     dim = next(matching, None)
     # The first matrix of a gated MLP packs the gate and the value.

@@ -24,6 +24,7 @@ from .flat_buffers import REMEDY, LocalParameter, from_file, is_shared
 from .folder import RELEASE, find_iteration, iteration_folders
 from .indexed_optimizer import from_indices, groups_of
 from .model import (
+    UNTRAINED,
     adam_updates,
     iteration_in,
     logical,
@@ -198,7 +199,7 @@ def _optimizer(
         [
             LocalParameter(part, tensor.shape, tensor.dtype, is_shared(part.name, args))
             for part, tensor in chunk
-            if not part.name.endswith(".router.expert_bias")
+            if not part.name.endswith(UNTRAINED)
         ]
         for chunk in placed
     ]

@@ -10,11 +10,9 @@ arguments are a Namespace that --use-checkpoint-args reads.
 
 import argparse
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,9 @@ from ..published import published
 from ..run_values import updates_in
 from .args import arguments_of
 from .dcp_folder import DcpChunk, write_dcp_folder
-from .model import CHOICES, MOMENTS, TRAINING
+from .model import CHOICES, MOMENTS, TRAINING, UNTRAINED
 from .names import VOCABULARY
+from .written_names import BLOCK, DEPTH, leaves_of, states_of
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -56,21 +55,6 @@ STATE_KEYS = {
 }
 # The schedule in the files is constant: the flags of the run decide it.
 OF_STATE = ("--use-distributed-optimizer", "--override-opt_param-scheduler")
-OF_ATTENTION = (
-    "self_attention.linear_proj",
-    "self_attention.linear_qkv",
-    "self_attention.core_attention",
-)
-OF_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
-_LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.*)")
-_RULES = tuple(
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (r"^input_layernorm\.", "self_attention.linear_qkv.layer_norm_"),
-        (r"^pre_mlp_layernorm\.", "mlp.linear_fc1.layer_norm_"),
-        (r"^mlp\.experts\.", "mlp.experts.experts."),
-    )
-)
 
 
 def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[str]:
@@ -92,7 +76,7 @@ def write(checkpoint: LogicalCheckpoint, folder: Path, wishes: Wishes) -> list[s
         path = hidden / name_of(step)
         path.mkdir()
         pairs = list(_chunks(checkpoint, model, args, dtype, with_state))
-        _write_tensors(path, pairs, _objects(model), wishes)
+        _write_tensors(path, pairs, states_of(model), wishes)
         # The common values and the description of the format complete the folder.
         torch.save(_common(checkpoint, args, with_state), path / COMMON_FILE)
         (path / METADATA_FILE).write_text(json.dumps(FORMAT))
@@ -311,30 +295,6 @@ def _group(
     }
 
 
-def _objects(model: ModelConfig) -> dict[str, object]:
-    """Return empty states of modules, which TransformerEngine's layers ask for: one for each layer and expert."""
-    blocks = "encoder.layers" if model.model == "bert" else "decoder.layers"
-    count = model.num_layers
-    stacked = len(set(model.experts)) <= 1
-    found: dict[str, object] = {}
-    if model.model == "bert":
-        found["output_layer._extra_state/shard_0_1"] = [None]
-    for layer, experts in enumerate(model.experts):
-        prefix = f"{blocks}." if stacked else f"{blocks}.{layer}."
-        at, of = (str(layer), str(count)) if stacked else ("0", "1")
-        for name in OF_ATTENTION if experts else (*OF_ATTENTION, *OF_MLP):
-            found[f"{prefix}{name}._extra_state/shard_{at}_{of}"] = [None]
-        for name, expert in product(OF_MLP, range(experts)):
-            inner = name.replace("mlp.", "mlp.experts.experts.")
-            one = (
-                f"{layer}.{expert}_{count}.{experts}"
-                if stacked
-                else f"{expert}_{experts}"
-            )
-            found[f"{prefix}{inner}._extra_state/shard_{one}"] = [None]
-    return found
-
-
 def _chunks(
     checkpoint: LogicalCheckpoint,
     model: ModelConfig,
@@ -344,8 +304,7 @@ def _chunks(
 ) -> Iterator[tuple[DcpChunk, int]]:
     """Yield the chunks, each with the number of the source's bytes that it has converted: weights, then masters
     and moments under the keys of the optimizer. A weight that is also a master counts once."""
-    is_stacked = len(set(model.experts)) <= 1
-    if is_stacked and any(model.experts):
+    if any(model.experts) and len(set(model.experts)) == 1:
         args["moe_layer_freq"] = 1
     rows = args["padded_vocab_size"]
     # Masters have the names of the weights below another key.
@@ -356,61 +315,55 @@ def _chunks(
         ]
     for prefix, kind, wanted in kinds:
         for name, tensor in checkpoint.tensors[kind].items():
+            if prefix and name.endswith(UNTRAINED):
+                continue
             counted = tensor.nbytes if kind != WEIGHT or not prefix else 0
-            yield (
-                _chunk(
-                    prefix,
-                    name,
-                    tensor,
-                    wanted,
-                    rows,
-                    model.num_layers if is_stacked else None,
-                ),
-                counted,
-            )
+            for chunk in _chunks_of(prefix, name, tensor, wanted, (model, rows)):
+                yield chunk, counted
+                counted = 0
 
 
-def _chunk(
+def _chunks_of(
     prefix: str,
     name: str,
     tensor: StoredTensor,
     dtype: torch.dtype,
-    rows: int,
-    stacked: int | None,
-) -> DcpChunk:
+    about: tuple[ModelConfig, int],
+) -> Iterator[DcpChunk]:
+    """Yield a tensor under each of its keys. about: the model, and the rows of its vocabulary with padding"""
+    model, rows = about
     # The vocabulary is padded to the rows that the arguments state.
     shape = tensor.shape
     read = tensor.read
     if name in VOCABULARY and shape[0] < rows:
         shape = (rows, *shape[1:])
         read = partial(_padded, tensor, rows)
-    # Tensors outside of layers are stored whole.
-    found = _LAYER.fullmatch(name)
-    if found is None:
-        return DcpChunk(prefix + name, shape, dtype, (0,) * len(shape), shape, read)
-    # Leaves are renamed to those of TransformerEngine's modules.
-    leaf = found[3]
-    layer = int(found[2])
-    for pattern, new in _RULES:
-        leaf = pattern.sub(new, leaf)
+    first = (0,) * len(shape)
     # Layers of one kind are slices of a tensor over all layers; others are tensors of their own.
-    if stacked is None:
-        return DcpChunk(
-            f"{prefix}{found[1]}.{layer}.{leaf}",
-            shape,
-            dtype,
-            (0,) * len(shape),
-            shape,
-            read,
-        )
-    return DcpChunk(
-        f"{prefix}{found[1]}.{leaf}",
-        (stacked, *shape),
-        dtype,
-        (layer, *(0 for _ in shape)),
-        (1, *shape),
-        lambda: read()[None],
-    )
+    block = BLOCK.fullmatch(name)
+    depth = DEPTH.fullmatch(name)
+    if block is not None and len(set(model.experts)) <= 1:
+        layer = int(block["layer"])
+        for leaf in leaves_of(block["leaf"], model, any(model.experts)):
+            yield DcpChunk(
+                f"{prefix}{block['layers']}.{leaf}",
+                (model.num_layers, *shape),
+                dtype,
+                (layer, *first),
+                (1, *shape),
+                lambda: read()[None],
+            )
+        return
+    keys = [name]
+    if block is not None:
+        layer = int(block["layer"])
+        leaves = leaves_of(block["leaf"], model, bool(model.experts[layer]))
+        keys = [f"{block['layers']}.{layer}.{leaf}" for leaf in leaves]
+    elif depth is not None:
+        leaves = leaves_of(depth["leaf"], model, bool(model.experts[-1]))
+        keys = [f"{depth['block']}.{leaf}" for leaf in leaves]
+    for key in keys:
+        yield DcpChunk(prefix + key, shape, dtype, first, shape, read)
 
 
 def _padded(tensor: StoredTensor, rows: int) -> torch.Tensor:
