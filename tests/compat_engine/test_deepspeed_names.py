@@ -353,6 +353,22 @@ def test_recomputation_has_the_same_gradients_and_masks():
         megatron_ds.checkpointing.configure(None, partition_activations=True)
 
 
+def test_keys_of_recomputation_are_read_from_a_file_too(tmp_path):
+    path = tmp_path / "ds.json"
+    configure = megatron_ds.checkpointing.configure
+    path.write_text('{"activation_checkpointing": {"partition_activations": true}}')
+    for given in (path, str(path)):
+        with pytest.raises(ConfigError, match="partition_activations is not supported"):
+            configure(None, deepspeed_config=given)
+    path.write_text('{"activation_checkpointing": {"cpu_checkpointing": true}}')
+    configure(None, str(path))
+    assert megatron_ds.checkpointing._state["in_cpu"]
+    configure(None)
+    assert not megatron_ds.checkpointing._state["in_cpu"]
+    with pytest.raises(ConfigError, match="deepspeed_config is list: give the JSON"):
+        configure(None, deepspeed_config=[])
+
+
 def test_inputs_of_recomputation_wait_in_host_memory():
     layer = make(Stack).blocks[0]
     with fake_cuda(), FakeGpu() as gpu:

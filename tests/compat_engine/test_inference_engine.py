@@ -98,6 +98,39 @@ def test_two_ranks_compute_what_the_model_computes(name):
 
 
 @pytest.mark.threads
+@pytest.mark.parametrize(
+    "name",
+    ["GPT2LMHeadModel", pytest.param("LlamaForCausalLM", marks=pytest.mark.rest)],
+)
+def test_adapters_are_divided_with_their_layers(name, monkeypatch):
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": "all-linear", "init_lora_weights": False}
+    whole = make
+
+    def adapted(name):
+        model = whole(name)
+        torch.manual_seed(5)
+        return peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+
+    plain = adapted(name)
+    with torch.no_grad():
+        expected = plain(input_ids=IDS)[0]
+        assert (expected - make(name)(input_ids=IDS)[0]).abs().max() > 0.1
+    monkeypatch.setitem(globals(), "make", adapted)
+
+    def then(engine):
+        found = engine(input_ids=IDS)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        return sum(p.numel() for p in engine.parameters())
+
+    sizes = over_two_ranks(name, then)
+    assert max(sizes) < 0.8 * sum(p.numel() for p in plain.parameters())
+    policy = {type(plain): ("o_proj",)}
+    with pytest.raises(ConfigError, match="injection_policy has names of layers"):
+        over_two_ranks(name, then, injection_policy=policy)
+
+
+@pytest.mark.threads
 def test_a_policy_names_the_layers_that_are_summed():
     name = "T5ForConditionalGeneration"
     expected = make(name).generate(IDS, **GREEDY)

@@ -114,6 +114,11 @@ def train(engine, steps=range(STEPS)):
     return losses, norms
 
 
+def trained(engine):
+    """(what `train` returns, whole weights)"""
+    return train(engine), engine.full_state_dict()
+
+
 def divided(name, stage, then, data=2, size=2, clip=CLIP, **more):
     """then(engine) on threads: `data` data-parallel ranks of `size` tensor-parallel ones each."""
 

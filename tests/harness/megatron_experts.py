@@ -7,8 +7,8 @@ NAME_RANK.pt: {"ranks": {axes: ranks of its group}, "input", "factor", "output" 
 ours: tensor}}, where the loss is the sum of output times factor. The layer is megatron-core's own: router,
 dispatcher, experts and groups. Only what names the device is replaced: `without_gpu`; streams, of which a CPU has
 none; and the copy of row counts to the host, which leaves tensors of a CPU as they are, where gloo and `torch.split`
-want numbers. A layer alone has no norm, so torch's norms, which megatron-core does not use with sequence parallelism, are not
-in the way.
+want numbers. A layer alone has no norm, so torch's norms, which megatron-core does not use with sequence parallelism,
+are not in the way.
 
 Inputs and weights are functions of a seed, `inputs_of` and `weights_of`, that the other side calls too.
 """
@@ -87,8 +87,8 @@ def layer_of(job: dict):
     """megatron-core's layer, with weights that nothing has set."""
     import torch
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
         num_layers=1,

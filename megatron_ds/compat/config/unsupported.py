@@ -186,7 +186,8 @@ KEYS = table(
         "checkpoints are written into the folder that the program names, by no service. Remove it.": "nebula",
         "a model generates with the code that trains it. Remove it.": "hybrid_engine",
         "settings are written to logs and checkpoints, where a key must not be. Set COMET_API_KEY, and remove it.": "comet.api_key",
-        "write a bf16 or an fp16 block instead.": "amp fp8 torch_autocast",
+        "write a bf16 or an fp16 block instead.": "amp fp8",
+        "write a bf16 or an fp16 block instead; an engine reads it.": "torch_autocast",
         "weights are not quantized by a JSON. Remove it.": "weight_quantization",
         "checkpoints are written by this package, in the background if asked. Remove it.": "datastates_ckpt",
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
@@ -234,7 +235,7 @@ KEYS = table(
         ),
         "gradient_allreduce_op": Answer(
             "gradients are averaged",
-            "gradients are averaged. Remove it.",
+            "gradients are averaged; an engine also sums them. Remove it.",
             ("mean", None, "auto"),
         ),
         "pipeline.activation_checkpoint_interval": Answer(
@@ -244,7 +245,7 @@ KEYS = table(
         ),
         "managed_gradient_accumulation": Answer(
             "the script accumulates over gradient_accumulation_steps",
-            "a training script accumulates gradients itself. Remove it.",
+            "a training script accumulates gradients itself; an engine reads it. Remove it.",
             (True, None, "auto"),
         ),
     },

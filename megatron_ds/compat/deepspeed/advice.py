@@ -232,7 +232,8 @@ NOT_HERE: Mapping[str, str] = {
     "runtime.eigenvalue": COMPRESSION,
     "runtime.quantize": COMPRESSION,
     "runtime.progressive_layer_drop": CURRICULUM,
-    "runtime.activation_checkpointing.offload_activations": 'use "cpu_checkpointing" in the config\'s "activation_checkpointing".',
+    "runtime.activation_checkpointing.offload_activations": "call megatron_ds.checkpointing.configure with checkpoint_in_cpu=True, "
+    "and pass layers to megatron_ds.checkpointing.checkpoint.",
     "sequence": SEQUENCE,
     "tools": PROFILER,
 }

@@ -8,7 +8,8 @@ dropout has the same masks; and `checkpoint` restores the states of `get_cuda_rn
 a program makes otherwise, such as Megatron's for tensor-parallel ranks, are not restored.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils import checkpoint as of_torch
 from ... import foreign_name
 from ...errors import ConfigError
 from ...host.waiting_tensors import WaitingTensor, WaitingTensors
+from ..config.deepspeed_json import load_json
 from .random_states import NAME, RandomStates
 
 # Argument that is not supported → why it is not needed.
@@ -50,14 +52,10 @@ def configure(
     mpu_: gives the tensor-parallel rank to `model_parallel_cuda_manual_seed`
     num_checkpoints: has no effect
     checkpoint_in_cpu: tensors of a GPU that are arguments of `checkpoint` wait in host memory
-    deepspeed_config: a dict whose "activation_checkpointing" contains the other arguments
+    deepspeed_config: a dict whose "activation_checkpointing" contains the other arguments, or the path of its file
     """
     # The block of the config has other names for some arguments.
-    block = (
-        dict(deepspeed_config.get("activation_checkpointing", {}))
-        if isinstance(deepspeed_config, dict)
-        else {}
-    )
+    block = _block_of(deepspeed_config)
     given = {
         "partition_activations": partition_activations,
         "contiguous_checkpointing": contiguous_checkpointing,
@@ -83,6 +81,19 @@ def configure(
         mpu=mpu_ or _state["mpu"],
         in_cpu=bool(requested.get("checkpoint_in_cpu")),
     )
+
+
+def _block_of(config: Any) -> Mapping[str, Any]:
+    """Return the block "activation_checkpointing" of a JSON. Raises ConfigError."""
+    if config is None:
+        return {}
+    if isinstance(config, str | os.PathLike):
+        config = load_json(os.fspath(config), "deepspeed_config")
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"deepspeed_config is {type(config).__name__}: give the JSON as a dict, or the path of its file."
+        )
+    return config.get("activation_checkpointing") or {}
 
 
 def is_configured() -> bool:

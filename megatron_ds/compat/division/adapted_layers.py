@@ -29,7 +29,8 @@ from .split_plan import (
 
 KEY = "tensor_parallel.partition_config"
 # Attributes in which peft's wrapper keeps the original of a module, and its trained copies.
-ORIGINAL, COPIES = "original_module", "modules_to_save"
+ORIGINAL = "original_module"
+COPIES = "modules_to_save"
 ADVICE = "Divide the model without it, or give a tensor-parallel size of 1."
 
 

@@ -17,8 +17,10 @@ from ...mpu.host_reads import read_number
 from ...mpu.mesh import default_device
 from ...mpu.stuck_ranks import doing
 from ..deepspeed.external_groups import group_of, join_world, tensor_parallel_group
+from ..division.adapted_layers import has_adapters
+from ..division.layer_specs import division_of
 from ..division.split_layers import split
-from ..division.split_plan import plan_of
+from ..division.split_plan import Division, plan_of
 from ..division.split_proof import require_same_results, results_of
 from ..engine.engine import show
 from .settings import (
@@ -52,9 +54,9 @@ def init_inference(
     settings = read_inference_settings(_block_of(config), options)
     group = _group_of(settings)
     # The results of the whole model are kept for a comparison with those of the divided one.
-    plan, whole = on_all_ranks(group, lambda: _prepare(model, settings, group))
+    division, whole = on_all_ranks(group, lambda: _prepare(model, settings, group))
     if group.size > 1:
-        on_all_ranks(group, lambda: split(model, plan, group))
+        on_all_ranks(group, lambda: split(model, division.plan, group, division.packed))
     if not settings.on_host:
         model.to(default_device())
     require_same_results(model, whole)
@@ -98,8 +100,8 @@ def _group_of(settings: InferenceSettings) -> Group:
 
 def _prepare(
     model: nn.Module, settings: InferenceSettings, group: Group
-) -> tuple[Mapping[str, str], torch.Tensor | None]:
-    """Return (plan of the division, results to compare with), of a model with its weights in their format."""
+) -> tuple[Division, torch.Tensor | None]:
+    """Return (the division, results to compare with), of a model with its weights in their format."""
     if settings.checkpoint is not None:
         load_whole(model, settings.checkpoint, settings.base_dir)
     lacking = [name for name, p in model.named_parameters() if p.is_meta]
@@ -112,9 +114,20 @@ def _prepare(
     if settings.dtype != torch.int8:
         model.to(settings.dtype)
     if group.size == 1 and settings.policy is None:
-        return {}, None
-    plan = plan_of(model, settings.policy, group.size)
-    return plan, results_of(model) if group.size > 1 else None
+        return Division({}, {}), None
+    division = _division_of(model, settings, group.size)
+    return division, results_of(model) if group.size > 1 else None
+
+
+def _division_of(model: nn.Module, settings: InferenceSettings, ranks: int) -> Division:
+    if settings.policy is None:
+        return division_of(model, None, ranks)
+    if has_adapters(model):
+        raise ConfigError(
+            f"injection_policy has names of layers, of which {type(model).__name__} has others by its adapters. Leave "
+            "it out, or merge the adapters (merge_and_unload)."
+        )
+    return Division(plan_of(model, settings.policy, ranks), {})
 
 
 def _show_unused(settings: InferenceSettings) -> None:
