@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from ...config.added_weights import FROZEN_BLOCK
 from ...config.options.model import ModelConfig
 from ...config.run import RunConfig
+from ...models.mixers import mixers_of
 from .options import LoraConfig
 from .targets import TARGETS
 
@@ -23,6 +24,11 @@ def targets(config: RunConfig) -> Iterator[str]:
                 f"[adapters.lora_target_modules] names {layer} and {name}, whose rows are among those of {layer}. "
                 "Give one of them."
             )
+    if "q_proj" in chosen and getattr(config.model, "attention_output_gate", False):
+        yield (
+            "[adapters.lora_target_modules] names q_proj, whose rows are those of queries, and with "
+            "--attention-output-gate the q_proj of other programs has gates too. Use linear_qkv."
+        )
     # Parts of the first layer of a feed-forward exist where it is gated, and not in experts.
     parts = [name for name in ("gate_proj", "up_proj") if name in chosen]
     if parts and not config.model.is_gated:
@@ -83,7 +89,10 @@ def frozen_weights(config: RunConfig) -> Iterator[str]:
 def _columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int]]:
     """(layer, columns of its weight that a rank has), of the linear layers of a block."""
     yield "linear_qkv and linear_fc1", model.hidden_size
-    yield "linear_proj", model.num_attention_heads * model.head_dim // ranks
+    for mixer in mixers_of(model):
+        for name, (columns, _) in mixer.linear_layers(model).items():
+            if name in ("linear_proj", "out_proj"):
+                yield name, columns // ranks
     if not all(model.experts):
         yield "linear_fc2", model.ffn_size // ranks
     if any(model.experts):

@@ -73,6 +73,14 @@ class MixerSizes:
         """Rows of the first projection, of a group."""
         return (self.width, *self.channels, *(self.heads,) * self.gates)
 
+    def linear_layers(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Return the projections: channels into and out of each."""
+        rows = self.groups * sum(self.parts)
+        return {
+            "in_proj": (hidden, rows),
+            "out_proj": (self.groups * self.width, hidden),
+        }
+
     def flops(self, hidden: int, s: int) -> LayerFlops:
         """Return the FLOPs of a sequence of s tokens: projections, and the products of the scan."""
         rows = self.groups * (sum(self.parts) + self.width)

@@ -2,7 +2,7 @@
 with factors of its activations in place of other deviations of first weights (`--mixer-multipliers`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +150,11 @@ class SideBySide(Mixer):
         own = SELF_ATTENTION.flops(config, seq_length, pattern)
         other = mamba_sizes(config).flops(config.hidden_size, seq_length)
         return LayerFlops(own.weights + other.weights, own.scores + other.scores)
+
+    def linear_layers(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
+        """Return those of both mixers."""
+        of_mamba = mamba_sizes(config).linear_layers(config.hidden_size)
+        return {**SELF_ATTENTION.linear_layers(config), **of_mamba}
 
     def head_sizes(self, config: ModelConfig) -> HeadSizes | None:
         """Return those of its attention."""

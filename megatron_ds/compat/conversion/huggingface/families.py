@@ -270,6 +270,7 @@ FAMILIES = {
             NEMOTRON_H_ROWS,
             NEMOTRON_H,
             prefix="backbone.",
+            in_memory="model.",
             tied=(("lm_head.weight", "backbone.embeddings.weight"),),
             ignored=("mtp.*",),
         ),
