@@ -271,6 +271,7 @@ FAMILIES = {
             NEMOTRON_H,
             prefix="backbone.",
             in_memory="model.",
+            precise=EXPERT_BIAS,
             tied=(("lm_head.weight", "backbone.embeddings.weight"),),
             ignored=("mtp.*",),
         ),

@@ -9,7 +9,7 @@ from typing import Any
 from ....config.options.layer_pattern import MOST_LAYERS
 from ....config.options.model import ModelConfig
 from ....errors import CheckpointError
-from .experts import expert_options, expert_settings
+from .experts import BY_SIGMOID, expert_options, expert_settings
 from .rotary import THETA, rotary_options, rotary_settings
 from .rules import count_of_layers, ends_of_intervals
 from .windows import FULL
@@ -437,10 +437,10 @@ class HalfLayers:
             raise CheckpointError(
                 f"{self.theirs} is missing, which names what each layer is"
             )
-        if odd := sorted({*pattern} - {"M", "*", "-"}):
+        if odd := sorted({*pattern} - {"M", "*", "-", "E"}):
             raise CheckpointError(
-                f"hybrid_override_pattern has {odd[0]!r}, and layers of Mamba-2, attention and feed-forwards are "
-                "read: M, * and -. The experts of Nemotron-3 are not"
+                f"hybrid_override_pattern has {odd[0]!r}, and layers of Mamba-2, attention, feed-forwards and experts "
+                "are read: M, *, - and E"
             )
         return {"num_layers": len(pattern), "mixer_pattern": pattern}
 
@@ -474,13 +474,71 @@ GRANITE_KEYS = frozenset(
     num_experts layers_block_type
     """.split()
 )
-# What `HalfLayers` reads beside its first setting, and what changes no output without experts.
+
+
+@dataclass(frozen=True)
+class HalfExperts:
+    """n_routed_experts of Nemotron-3, in layers that are experts beside a feed-forward for all tokens."""
+
+    theirs: str = "n_routed_experts"
+
+    def option_of(self, settings: Settings) -> dict[str, Any]:
+        """Return our options; {} without such layers. Raises CheckpointError."""
+        pattern = HalfLayers().option_of(settings)["mixer_pattern"]
+        if "E" not in pattern:
+            return {}
+        usual = {self.theirs: 8, "num_experts_per_tok": 2}
+        given = {name: settings.get(name, value) for name, value in usual.items()}
+        number, topk = given.values()
+        sizes_are_known = all(type(size) is int for size in given.values())
+        # The weight of a single expert is 1 there and its sigmoid here.
+        if not sizes_are_known or not 2 <= topk <= number:
+            raise CheckpointError(
+                f"{self.theirs} is {number!r} and num_experts_per_tok {topk!r}: a token has two experts or more, of "
+                "those of a layer"
+            )
+        width = settings.get("moe_intermediate_size", 7688)
+        return {
+            "num_experts": (number,),
+            "moe_layer_freq": str([int(kind == "E") for kind in pattern]),
+            "moe_router_topk": topk,
+            "moe_ffn_hidden_size": width,
+            "moe_shared_expert_intermediate_size": settings.get(
+                "moe_shared_expert_intermediate_size", 7688
+            ),
+            "moe_router_topk_scaling_factor": settings.get(
+                "routed_scaling_factor", 1.0
+            ),
+            **BY_SIGMOID,
+        }
+
+    def setting_of(self, model: ModelConfig) -> dict[str, Any]:
+        """Return their settings; {} without experts."""
+        numbers = {*model.experts} - {0}
+        if not numbers:
+            return {}
+        return {
+            self.theirs: max(numbers),
+            "num_experts_per_tok": model.moe_router_topk,
+            "moe_intermediate_size": model.expert_ffn_size,
+            "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size
+            or 0,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+
+
+# What the entries of Nemotron-H read beside their first settings, and what changes no output.
 HALF_KEYS = frozenset(
     """
     hybrid_override_pattern layer_types num_hidden_layers expand time_step_max time_step_floor time_step_limit
     chunk_size use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep rescale_prenorm_residual
     n_routed_experts n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size
     moe_shared_expert_overlap num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob
-    num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern num_local_experts sliding_window
+    output_router_logits num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern num_local_experts
+    sliding_window
     """.split()
 )

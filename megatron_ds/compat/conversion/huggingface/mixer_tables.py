@@ -6,6 +6,7 @@ from .mixer_settings import (
     AllMamba,
     AttentionIndices,
     GraniteExperts,
+    HalfExperts,
     HalfLayers,
     KeyFactor,
     LinearLayers,
@@ -158,6 +159,10 @@ MAMBA2 = (
 )
 NEMOTRON_H = (
     HalfLayers(),
+    HalfExperts(),
+    Only("moe_latent_size", (None,), why="experts of a narrower input"),
+    *(Only(name, (1,), why="groups of experts") for name in ("n_group", "topk_group")),
+    Only("norm_topk_prob", (True,)),
     Key("hidden_size", "hidden_size"),
     Key("num_attention_heads", "num_attention_heads"),
     Key("max_position_embeddings", "positions", option="max_position_embeddings"),
