@@ -30,6 +30,7 @@ from ...mpu.context import ParallelContext, new_parameter
 from ...mpu.managed_parameter import ManagedParameter
 from ...mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from . import fla_scan  # noqa: F401, registers an implementation of the scan
 from .causal_conv import causal_conv, last_tokens
 from .first_values import log_of_factor, softplus_of_step, within
 from .linear_scan import linear_scan, scan_products
