@@ -51,6 +51,20 @@ def test_documents_of_a_row_have_the_logits_of_each_alone(name):
     assert (logits - others).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("name", ("blocks", "halves", "side by side"))
+def test_tokens_behind_a_text_change_none_of_its_logits(name):
+    """As scoring fills up the texts of a batch."""
+    config, model = model_of(job_of(name, ALONE))
+    quiet = {"training": False, "sample_ids": (7,)}
+    batch = make_batch(config, b=1, s=16, **quiet)
+    logits = run_layers(model, None, batch)
+    for length in (1, 5, 12):
+        part = make_batch(config, b=1, s=length, **quiet)
+        object.__setattr__(part, "tokens", batch.tokens[:, :length])
+        alone = run_layers(model, None, part)
+        torch.testing.assert_close(logits[:length], alone, rtol=1e-5, atol=1e-6)
+
+
 def test_a_pattern_makes_a_layer_of_each_half():
     _, model = model_of(job_of("halves", ALONE))
     halves = [module for module in model if isinstance(module, HalfBlock)]

@@ -276,7 +276,7 @@ class ScanMixer(nn.Module):
         found: list[torch.Tensor] = []
 
         def scan(*inputs: Any) -> torch.Tensor:
-            out, states = scan_with_states(*inputs, documents, ends)
+            out, states = scan_with_states(inputs, documents, ends)
             found.append(states)
             return out
 
@@ -296,7 +296,8 @@ class ScanMixer(nn.Module):
         found: list[torch.Tensor] = []
 
         def scan(*inputs: Any) -> torch.Tensor:
-            out, after = scan_step(*(i if i is None else i[0] for i in inputs), state)
+            token = [i if i is None else i[0] for i in inputs]
+            out, after = scan_step(token, state)
             found.append(after)
             return out[None]
 

@@ -5,24 +5,30 @@ With the letters of `linear_scan.py`, the state after token e of a chunk is, of 
     S_e = exp(G_e) S + Σ_{j ≤ e} exp(G_e - G_j) k_j v'_jᵀ
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from .chunk_masks import chunk_masks
 from .linear_scan import CHUNK, CHUNKS, ScanChunks
 
+Inputs = Sequence[Any]
+"""Tensors, the last of which may be None."""
+
 
 def scan_with_states(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
+    inputs: Inputs,
     documents: torch.Tensor | None,
     ends: torch.Tensor,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o [s, 1, n, dv] in the dtype of v, and the states after the tokens `ends`, int64 [texts], of their
-    documents: fp32 at least, [texts, n, dk, dv]. The rest as in `linear_scan`; one sequence."""
+    documents: fp32 at least, [texts, n, dk, dv].
+
+    inputs  q, k, v, decay and beta of `linear_scan`, of one sequence; documents, chunk: as there
+    """
+    q, k, v, decay, beta = inputs
     chunks = ScanChunks(q, k, v, decay, beta, chunk)
     masks = chunk_masks(documents, chunk, chunks.dtype, q.device)
     kept: list = []
@@ -44,19 +50,13 @@ def scan_with_states(
     return out.to(v.dtype), of_heads.transpose(0, 1)
 
 
-def scan_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scan_step(inputs: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return o [texts, n, dv] in the dtype of v of a token of each text, and the states after it.
 
-    q, k  [texts, g, dk]; v [texts, n, dv]; decay, beta [texts, n]: as in `linear_scan`
-    state  fp32 at least, [texts, n, dk, dv]
+    inputs  q, k [texts, g, dk], v [texts, n, dv], decay and beta [texts, n], as in `linear_scan`
+    state   fp32 at least, [texts, n, dk, dv]
     """
+    q, k, v, decay, beta = inputs
     each = v.shape[1] // q.shape[1]
     of_heads = lambda x: x.to(state.dtype).repeat_interleave(each, 1).unsqueeze(-1)
     keys = of_heads(k)

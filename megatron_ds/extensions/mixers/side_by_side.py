@@ -38,8 +38,11 @@ class Factors(NamedTuple):
         values = config.mixer_multipliers
         if values is None:
             return cls()
-        ends, parts, feed = values[:4], values[4:9], values[9:FACTORS]
-        return cls(*ends, parts, *feed)
+        attention_in, attention_out, mamba_in, mamba_out, *others = values[:FACTORS]
+        *parts, gate, down = others
+        return cls(
+            attention_in, attention_out, mamba_in, mamba_out, tuple(parts), gate, down
+        )
 
 
 class MambaBesideAttention(nn.Module):

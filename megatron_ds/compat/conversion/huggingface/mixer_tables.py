@@ -1,21 +1,23 @@
 """Settings of families with layers of a state of constant size, as tables (`settings_table.py`)."""
 
 from ..settings_table import Fixed, Key, Only
-from .mixer_settings import (
+from .mamba_settings import (
     MAMBA,
     AllMamba,
     AttentionIndices,
-    GraniteExperts,
-    HalfExperts,
-    HalfLayers,
     KeyFactor,
-    LinearLayers,
     MambaNorm,
     MambaWidths,
     MixerFactors,
-    NullableRotary,
     SideBySide,
     StepLimits,
+)
+from .mixer_settings import (
+    GraniteExperts,
+    HalfExperts,
+    HalfLayers,
+    LinearLayers,
+    NullableRotary,
     SwitchedRotary,
     all_linear,
 )
@@ -29,6 +31,7 @@ from .tables import (
     HEAD_DIM,
     LLAMA,
     NO_BIAS,
+    NORMALIZED,
     QK_NORM,
     QWEN_MOE,
     ROTARY,
@@ -54,12 +57,9 @@ GATED = (
     Fixed("apply_layernorm_1p", True),
 )
 QWEN3_NEXT = (*QWEN_MOE, *QK_NORM, *SHARED, *GATED, *DELTA_NET)
+# Qwen3.5 has no switch: the weights of a token's experts sum to 1.
 QWEN3_5_MOE = (
-    *(
-        entry
-        for entry in (*QWEN_MOE, *QK_NORM, *SHARED, *GATED, *DELTA_NET)
-        if entry.theirs != "norm_topk_prob"
-    ),
+    *(entry for entry in QWEN3_NEXT if entry is not NORMALIZED),
     Fixed("moe_router_pre_softmax", False),
 )
 QWEN3_5 = (*LLAMA, *QK_NORM, *GATED, *DELTA_NET)

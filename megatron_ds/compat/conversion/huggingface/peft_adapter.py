@@ -136,7 +136,7 @@ def from_peft(
     """Return the tensors of an adapter by our names. Raises CheckpointError for tensors of layers that the model
     lacks."""
     left = dict(tensors)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for layer in adapted_layers(family, model):
         modules = layer.modules
         if not layer.has_parts:
