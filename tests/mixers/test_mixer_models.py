@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
+from megatron_ds.batch.ledger import DISCARDING
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.mixers.first_values import FACTORS, STEPS
@@ -55,7 +56,7 @@ def test_documents_of_a_row_have_the_logits_of_each_alone(name):
 def test_tokens_behind_a_text_change_none_of_its_logits(name):
     """As scoring fills up the texts of a batch."""
     config, model = model_of(job_of(name, ALONE))
-    quiet = {"training": False, "sample_ids": (7,)}
+    quiet = {"training": False, "sample_ids": (7,), "ledger": DISCARDING}
     batch = make_batch(config, b=1, s=16, **quiet)
     logits = run_layers(model, None, batch)
     for length in (1, 5, 12):
