@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from ...config.added_weights import FROZEN_BLOCK
 from ...config.options.model import ModelConfig
 from ...config.run import RunConfig
-from ...models.mixers import mixers_of
 from .options import LoraConfig
 from .targets import TARGETS
 
@@ -89,6 +88,9 @@ def frozen_weights(config: RunConfig) -> Iterator[str]:
 def _columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int]]:
     """(layer, columns of its weight that a rank has), of the linear layers of a block."""
     yield "linear_qkv and linear_fc1", model.hidden_size
+    # Plans without torch read these rules.
+    from ...models.mixers import mixers_of
+
     for mixer in mixers_of(model):
         for name, (columns, _) in mixer.linear_layers(model).items():
             if name in ("linear_proj", "out_proj"):

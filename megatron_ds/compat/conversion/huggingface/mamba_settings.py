@@ -47,7 +47,8 @@ class AttentionIndices:
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
         """Return {attn_layer_indices: list}."""
         kinds = enumerate(model.mixer_kinds)
-        return {self.theirs: [i for i, kind in kinds if kind == "*"]}
+        attention = [i for i, kind in kinds if kind == "*"]
+        return {self.theirs: attention}
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,11 @@ class MambaWidths:
 
     def option_of(self, settings: Settings) -> dict[str, Any]:
         """Return {mamba_head_dim: width}. Raises CheckpointError for widths that no head has."""
-        names = {"hidden_size": 0, self.heads: 128, self.expand: 2}
+        names = {
+            "hidden_size": 0,
+            self.heads: 128,
+            self.expand: 2,
+        }
         values: dict[str, Any] = {
             name: settings.get(name) or default for name, default in names.items()
         }
@@ -125,7 +130,7 @@ class MambaWidths:
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class AllSideBySide:
     """num_hidden_layers of Falcon-H1, all of which have Mamba-2 beside attention."""
 
     theirs: str = "num_hidden_layers"
@@ -139,7 +144,8 @@ class SideBySide:
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
         """Return {}. Raises CheckpointError for layers of another kind."""
-        if {*model.mixer_kinds} != {"+"}:
+        kinds = {*model.mixer_kinds}
+        if kinds != {"+"}:
             raise CheckpointError(
                 f"the model has other layers than those of --linear-attention-type {BESIDE}. Choose another family"
             )
@@ -163,7 +169,10 @@ class MambaNorm:
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
         """Return their settings; without a norm the order is the usual one."""
         kind = model.mamba_norm
-        return {self.theirs: kind != "none", self.order: kind != "gated"}
+        return {
+            self.theirs: kind != "none",
+            self.order: kind != "gated",
+        }
 
 
 @dataclass(frozen=True)
@@ -177,8 +186,11 @@ class MixerFactors:
         found: list[float] = []
         for name, count in FACTORS.items():
             given = settings.get(name)
-            values = [1.0] * count if given is None else given
-            values = values if isinstance(values, list | tuple) else [values]
+            values = given
+            if given is None:
+                values = [1.0] * count
+            elif not isinstance(given, list | tuple):
+                values = [given]
             if len(values) != count or not all(map(_is_factor, values)):
                 raise CheckpointError(
                     f"{name} is {given!r}, and {count} numbers above 0 are needed"
@@ -188,9 +200,15 @@ class MixerFactors:
 
     def setting_of(self, model: ModelConfig) -> dict[str, Any]:
         """Return their settings."""
-        values = iter(model.mixer_multipliers or (1.0,) * sum(FACTORS.values()))
-        parts = {n: [*islice(values, count)] for n, count in FACTORS.items()}
-        return {n: part if len(part) > 1 else part[0] for n, part in parts.items()}
+        given = model.mixer_multipliers
+        if given is None:
+            given = (1.0,) * sum(FACTORS.values())
+        values = iter(given)
+        found: dict[str, Any] = {}
+        for name, count in FACTORS.items():
+            part = [*islice(values, count)]
+            found[name] = part if count > 1 else part[0]
+        return found
 
 
 @dataclass(frozen=True)
@@ -218,7 +236,8 @@ class KeyFactor:
         scale = model.softmax_scale
         if scale is None:
             return {self.theirs: 1.0}
-        return {self.theirs: float(f"{scale * model.head_dim**0.5:.14g}")}
+        factor = scale * model.head_dim**0.5
+        return {self.theirs: float(f"{factor:.14g}")}
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from ..settings_table import Fixed, Key, Only
 from .mamba_settings import (
     MAMBA,
     AllMamba,
+    AllSideBySide,
     AttentionIndices,
     KeyFactor,
     MambaNorm,
     MambaWidths,
     MixerFactors,
-    SideBySide,
     StepLimits,
 )
 from .mixer_settings import (
@@ -110,7 +110,7 @@ FALCON_H1 = (
     *LLAMA,
     *MAMBA_BLOCKS,
     MambaWidths(total="mamba_d_ssm"),
-    SideBySide(),
+    AllSideBySide(),
     MambaNorm(),
     MixerFactors(),
     KeyFactor(),

@@ -21,8 +21,8 @@ from .latents import LATENT_KEYS
 from .mamba_settings import (
     FALCON_H1_KEYS,
     MAMBA_KEYS,
+    AllSideBySide,
     AttentionIndices,
-    SideBySide,
 )
 from .mixer_settings import (
     GRANITE_KEYS,
@@ -395,7 +395,7 @@ def with_defaults(settings: Settings) -> Settings:
 
 
 # Entries of tables of models whose layers differ, which read layer_types or need none.
-OTHER_LAYERS = (Window, LinearLayers, AttentionIndices, SideBySide)
+OTHER_LAYERS = (Window, LinearLayers, AttentionIndices, AllSideBySide)
 
 
 def _has_windows(table: tuple) -> bool:
