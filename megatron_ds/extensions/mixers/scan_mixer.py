@@ -200,7 +200,9 @@ class ScanMixer(nn.Module):
         sizes = self.sizes
         parts = self.projected(x)
         z, packed = parts.split((sizes.width, parts.shape[-1] - sizes.width), -1)
-        run = partial(recompute, self.mixed) if self.recompute_core else self.mixed
+        # Texts that are generated have no backward.
+        repeats = self.recompute_core and batch.past is None
+        run = partial(recompute, self.mixed) if repeats else self.mixed
         out = run(packed, batch)
         gated = self.gated(out, z.unflatten(-1, (sizes.heads, -1)).flatten(2, 3))
         return self.out_proj(gated.to(x.dtype).flatten(2))

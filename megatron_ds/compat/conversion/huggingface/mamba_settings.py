@@ -186,7 +186,7 @@ class MixerFactors:
         found: list[float] = []
         for name, count in FACTORS.items():
             given = settings.get(name)
-            values = given
+            values: Any = given
             if given is None:
                 values = [1.0] * count
             elif not isinstance(given, list | tuple):
