@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import softplus
 
 from megatron_ds.batch.ledger import DISCARDING
+from megatron_ds.compat.conversion.beyond_megatron import check_known_to_megatron
 from megatron_ds.config import parse
-from megatron_ds.errors import ConfigError
+from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.extensions.mixers.first_values import FACTORS, STEPS
 from megatron_ds.extensions.mixers.half_block import HalfBlock
 from megatron_ds.models import build_stage, gpt_layers, run_layers
@@ -17,7 +18,7 @@ from megatron_ds.models.identity import model_identity
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.gpt_runs import make_batch
-from tests.mixers.test_mixer_layouts import DELTA, MAMBA, job_of
+from tests.mixers.test_mixer_layouts import BASE, DELTA, MAMBA, job_of
 
 pytestmark = pytest.mark.plan
 
@@ -129,6 +130,22 @@ def test_a_checkpoint_is_one_of_the_kinds_and_sizes_of_its_layers():
     assert identity() != identity("--linear-attention-freq [1,0,1]")
     assert identity() != identity("--linear-key-head-dim 12")
     assert identity() != identity("--no-attention-output-gate")
+
+
+@pytest.mark.parametrize(
+    "flags, what",
+    (
+        ("--attention-output-gate", "gates of attention"),
+        ("--qk-layernorm-of-all-heads", "norms of all heads"),
+        ("--norms-behind-attention", "norms behind attention alone"),
+    ),
+)
+def test_formats_of_megatron_refuse_what_it_does_not_compute(flags, what):
+    plain = f"{BASE} --num-layers 2 --micro-batch-size 1 --normalization RMSNorm"
+    check_known_to_megatron(parse(plain.split()).model, "Megatron")
+    model = parse(f"{plain} {flags}".split()).model
+    with pytest.raises(CheckpointError, match=f"does not compute {what}"):
+        check_known_to_megatron(model, "Megatron")
 
 
 REFUSED = {
