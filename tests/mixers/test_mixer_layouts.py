@@ -107,6 +107,27 @@ def test_documents_in_a_sample_are_kept_apart_in_layouts(name):
     assert difference.is_within(TOLERANCE["fp32"]), difference
 
 
+DROPS = "--random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 4 --random-ltd-tokens-per-step 4"
+
+
+@pytest.mark.threads
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    "name, layout",
+    (
+        ("blocks", "tp=2,sp=1"),
+        ("halves", "tp=2,pp=2,recompute=selective"),
+        ("side by side", f"{TWO_BY_TWO},sp=1"),
+    ),
+)
+def test_layers_that_drop_tokens_train_as_in_one_process(name, layout):
+    flags = job_of(name, DROPS)
+    difference, run = stray(flags, layout, 3)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    whole, _ = run_layout(job_of(name), "tp=1,pp=1,dp=1", 3).merged
+    assert abs(run.merged[0].losses[0] - whole.losses[0]) > 1e-6
+
+
 ADAPTERS = "--lora-rank 2 --lora-target-modules in_proj,out_proj,linear_qkv,linear_fc1"
 
 

@@ -159,8 +159,6 @@ REFUSED = {
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --model bert": "Use --model gpt",
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --attention-output-gate --lora-rank 2 "
     "--lora-target-modules q_proj": "has gates too. Use linear_qkv",
-    f"--num-layers 3 --linear-attention-freq 2 {DELTA} --random-ltd --random-ltd-min-tokens 4 "
-    "--random-ltd-steps 2": "a state passes through all tokens",
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --mixer-multipliers 1 2": "has 2 values, and must have 11",
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --norms-behind-attention --normalization RMSNorm "
     "--attention-output-gate": "both describe blocks with attention",

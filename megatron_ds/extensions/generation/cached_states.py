@@ -7,7 +7,7 @@ A text that begins in a row writes all of its states, so rows need no clearing.
 
 from torch import Tensor
 
-from ...batch.past import States
+from ...batch.recurrence import States
 
 
 class CachedStates:

@@ -16,7 +16,7 @@ from ...ops.attention_pattern import AttentionPattern
 from .delta_net import GatedDeltaNet, delta_sizes
 from .gated_attention import GatedSelfAttention
 from .half_block import HalfBlock
-from .layer_kinds import (
+from .letters import (
     ATTENTION,
     DELTA,
     EXPERTS,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...batch.batch import Batch
-from ...batch.past import States
+from ...batch.recurrence import States
 from ...config.options.model import ModelConfig
 from ...context_parallel.head_exchange import to_heads, to_tokens
 from ...models.layer import LayerFlops, check_divides, recompute
@@ -270,7 +270,7 @@ class ScanMixer(nn.Module):
     def begin(
         self, x: torch.Tensor, batch: Batch, ends: torch.Tensor
     ) -> tuple[torch.Tensor, States]:
-        """Read texts from their beginnings (`batch.past.Recurrence`). States: the channels of the tokens that the
+        """Read texts from their beginnings (`batch.recurrence.Recurrence`). States: the channels of the tokens that the
         convolution of the next one sees, [texts, taps - 1, channels], and those of the scan, [texts, n, dk, dv]."""
         documents = batch.document_ids
         channels, gates = self._channels_and_gates(x)
@@ -288,7 +288,7 @@ class ScanMixer(nn.Module):
         return out, (window, *found)
 
     def proceed(self, x: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
-        """Read a token of each text after its states (`batch.past.Recurrence`)."""
+        """Read a token of each text after its states (`batch.recurrence.Recurrence`)."""
         before, state = states
         channels, gates = self._channels_and_gates(x)
         # [taps, texts, channels], of which the last token is convolved.

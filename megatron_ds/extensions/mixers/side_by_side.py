@@ -17,7 +17,7 @@ from ...models.layer import LayerFlops
 from ...models.mixers import SELF_ATTENTION, Attention, HeadSizes, Mixer
 from ...mpu.context import ParallelContext
 from ...ops.attention_pattern import AttentionPattern
-from .layer_kinds import FACTORS
+from .letters import FACTORS
 from .mamba import Mamba, mamba_sizes
 
 
