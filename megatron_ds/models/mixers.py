@@ -48,6 +48,7 @@ class Mixer:
     fields  options of `ModelConfig` that determine shapes and meaning of its weights, besides those of self-attention
     block   makes a layer that is no whole block, with the arguments of `block.transformer_block`; None: a block
     block_flops  of such a layer, with the arguments of `block.block_flops`
+    has_feed_forward  whether a layer with it has a feed-forward too, as a whole block has
     pasts   modules of a layer that keep something of the tokens of generated texts, by `Batch.past`
     """
 
@@ -55,6 +56,7 @@ class Mixer:
     fields: tuple[str, ...] = ()
     block: Callable[..., nn.Module] | None = None
     block_flops: Callable[..., LayerFlops] | None = None
+    has_feed_forward: bool = True
     pasts: int = 1
 
     def rotary(self, config: ModelConfig, shared: Rotary | None) -> Rotary | None:

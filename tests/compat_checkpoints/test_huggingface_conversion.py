@@ -95,6 +95,7 @@ FULL_SIZES: dict[str, dict] = {
     "bamba": {},
     "granitemoehybrid": {},
     "falcon_h1": {},
+    "nemotron_h": {},
     "olmo_hybrid": {},
     "olmo2": {},
     "mamba2": {},
@@ -208,6 +209,7 @@ def test_the_first_step_from_a_folder_is_that_of_torch_with_transformers(
         ("olmo2", "tp=2"),
         ("mamba2", "tp=2,dp=2,zero=1"),
         ("nemotron_h", "pp=2"),
+        ("nemotron 3", "dp=2,ep=2"),
     ],
 )
 def test_ten_steps_from_a_folder_are_those_of_torch_with_transformers(

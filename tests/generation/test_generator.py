@@ -98,6 +98,7 @@ FEATURES = {
     "halves of blocks": HALVES,
     "Mamba-2 beside attention": f"{LLAMA} {STATES} --linear-attention-freq [1,1,0,1] --linear-attention-type "
     "mamba_beside_attention --mamba-norm none --mixer-multipliers 0.9 0.8 1.3 0.5 0.4 0.3 0.7 1.2 0.3 0.9 0.6",
+    "recomputed states": f"{HYBRID} --recompute-granularity selective",
     "recomputed": "--recompute-granularity full --recompute-method uniform",
 }
 

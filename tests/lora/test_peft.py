@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ds.compat.conversion.adapter_tensors import adapters_in_memory, shifted
-from megatron_ds.compat.conversion.family import entries_of
+from megatron_ds.compat.conversion.family import entries_of, model_of, to_theirs
 from megatron_ds.compat.conversion.filling import fill, plan_filling
 from megatron_ds.compat.conversion.foreign_start import load_foreign, read_foreign
 from megatron_ds.compat.conversion.formats import Wishes, format_of
@@ -20,6 +20,7 @@ from megatron_ds.compat.conversion.huggingface.peft_adapter import (
     from_peft,
     targets_of,
     to_peft,
+    with_own_factors,
 )
 from megatron_ds.config import parse
 from megatron_ds.errors import CheckpointError
@@ -56,6 +57,12 @@ CASES = {
     ("qwen3, tied", False): ("q_proj k_proj v_proj up_proj", "pp=2,zero=1"),
     ("gpt2", False): ("c_attn c_proj c_fc", "dp=2,zero=3"),
     ("mixtral", False): ("k_proj o_proj", "tp=2"),
+    ("bamba", False): ("in_proj out_proj q_proj down_proj", "tp=2,sp=1"),
+    ("mamba2", False): ("in_proj", "tp=2,dp=2,zero=1"),
+    ("nemotron_h", False): ("in_proj v_proj up_proj", "pp=2"),
+    ("qwen3_5", False): ("out_proj o_proj gate_proj", "tp=2"),
+    ("granite 4, dense, rotary", True): ("in_proj out_proj o_proj", "dp=2,zero=3"),
+    ("falcon_h1", False): ("in_proj k_proj", "tp=2,sp=1"),
     ("llama", True): ("q_proj v_proj o_proj gate_proj down_proj", "tp=2,zero=3,dp=2"),
     ("qwen3, tied", True): ("q_proj k_proj o_proj up_proj", "pp=2,zero=1"),
     ("gpt2", True): ("c_attn c_proj c_fc", "tp=2,sp=1"),
@@ -349,6 +356,38 @@ def test_an_adapter_is_written_complete_or_not_at_all(tmp_path):
         with pytest.raises(CheckpointError, match=why):
             format_of("peft").write(found, place, wishes)
     assert (tmp_path / "file").read_text() == ""
+
+
+def test_an_adapter_of_a_layer_that_is_several_modules_has_one_first_matrix(tmp_path):
+    """Projections of a gated delta net, and of attention with gates."""
+    found = format_of("huggingface").read(saved("qwen3_next", tmp_path), Wishes())
+    family = FAMILIES["qwen3_next"]
+    model = model_of(found.model, "the test")
+    draw = torch.Generator().manual_seed(4)
+    rows = {0: (80, 8), 3: (128, 32, 32)}
+    mixed = "decoder.layers.{}.self_attention.{}.{}.weight"
+    ours = {
+        mixed.format(i, name, leaf): torch.randn(*shape, generator=draw)
+        for i, name in ((0, "in_proj"), (3, "linear_qkv"))
+        for leaf, shape in (("lora_a", (RANK, 32)), ("lora_b", (sum(rows[i]), RANK)))
+    }
+    theirs = to_peft(ours, family, model)
+    sizes = [len(v) for name, v in theirs.items() if "lora_B" in name]
+    assert sizes == [*rows[0], *rows[3]]
+    back = from_peft(theirs, family, model)
+    assert back.keys() == ours.keys()
+    assert all(torch.equal(back[name], value) for name, value in ours.items())
+    # Each product is that of the merged weights.
+    weights = to_theirs(entries_of(family, model), found.tensors["weight"], model)
+    assert {name.removeprefix(PREFIX).split(".lora")[0] for name in theirs} <= {
+        name.removesuffix(".weight") for name in weights
+    }
+    other = {n: v + 1 if "in_proj_ba.lora_A" in n else v for n, v in theirs.items()}
+    with pytest.raises(CheckpointError, match="in_proj_ba have not the same A"):
+        from_peft(other, family, model)
+    pattern = {"lora_alpha": 2, "alpha_pattern": {"in_proj_ba": 3}}
+    with pytest.raises(CheckpointError, match="a factor of .*in_proj_ba"):
+        with_own_factors(ours, pattern, family, model)
 
 
 def test_half_an_adapter_is_refused(tmp_path):

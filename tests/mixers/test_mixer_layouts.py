@@ -4,8 +4,11 @@ formulas."""
 import pytest
 import torch
 
+from megatron_ds.config import parse
 from megatron_ds.extensions.mixers.linear_scan import CHUNK
+from megatron_ds.mpu.managed_parameter import spec_of
 from megatron_ds.ops.work import Product
+from megatron_ds.planning.flops import layers_of, layers_of_run, model_flops
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout, stray
 from tests.harness.tiny_jobs import TOLERANCE
 from tests.plan_time.test_recorded_work import (
@@ -104,6 +107,50 @@ def test_documents_in_a_sample_are_kept_apart_in_layouts(name):
     assert difference.is_within(TOLERANCE["fp32"]), difference
 
 
+DROPS = "--random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 4 --random-ltd-tokens-per-step 4"
+
+
+@pytest.mark.threads
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    "name, layout",
+    (
+        ("blocks", "tp=2,sp=1"),
+        ("halves", "tp=2,pp=2,recompute=selective"),
+        ("side by side", f"{TWO_BY_TWO},sp=1"),
+    ),
+)
+def test_layers_that_drop_tokens_train_as_in_one_process(name, layout):
+    flags = job_of(name, DROPS)
+    difference, run = stray(flags, layout, 3)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    whole, _ = run_layout(job_of(name), "tp=1,pp=1,dp=1", 3).merged
+    assert abs(run.merged[0].losses[0] - whole.losses[0]) > 1e-6
+
+
+ADAPTERS = "--lora-rank 2 --lora-target-modules in_proj,out_proj,linear_qkv,linear_fc1"
+
+
+@pytest.mark.threads
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    "name, layout",
+    (
+        ("blocks", f"{TWO_BY_TWO},sp=1"),
+        ("halves", "tp=2,sp=1"),
+        ("halves", "ep=2,dp=2,zero=3"),
+        ("side by side", "tp=2,pp=3"),
+    ),
+)
+def test_adapters_of_mixers_train_as_in_one_process(name, layout):
+    flags = job_of(name, f"{ADAPTERS} --lora-dropout 0.1")
+    difference, run = stray(flags, layout, 3)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    trained = {name for name in run.merged[1] if ".lora_" in name}
+    assert any(".in_proj.lora_b" in name for name in trained)
+    assert any(".out_proj.lora_a" in name for name in trained)
+
+
 @pytest.mark.threads
 @pytest.mark.rest
 @pytest.mark.parametrize("name", JOBS)
@@ -164,3 +211,24 @@ def test_recorded_flops_are_those_of_the_formulas(name, flags, world):
         mixers = plan.config.model.mixer_kinds.count("G")
         expected -= mixers * Product(8, CHUNK, 4, CHUNK).flops
     assert recorded_flops(plan) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.plan
+@pytest.mark.parametrize("name", ("blocks", "side by side", "mamba blocks"))
+def test_flops_with_adapters_are_those_of_their_weights_and_of_frozen_ones(name):
+    """Four of six FLOPs of a frozen weight, six of each weight of an adapter."""
+    plain = parse(job_of(name, "--micro-batch-size 2"))
+    config = parse(job_of(name, f"--micro-batch-size 2 {ADAPTERS}"))
+    layers = layers_of_run(config)
+    names = [
+        (spec_of(weight).name, weight.numel())
+        for layer in layers
+        if layer.is_block
+        for weight in layer.make().parameters()
+    ]
+    adapters = sum(count for name, count in names if ".lora_" in name)
+    whole = model_flops(layers_of(plain.model), 1, 16, 61)
+    scores = sum(layer.flops(16, 61).scores for layer in layers_of(plain.model))
+    expected = (whole - scores) * 2 / 3 + scores + 6 * 16 * adapters
+    assert adapters
+    assert model_flops(layers, 1, 16, 61) == pytest.approx(expected)

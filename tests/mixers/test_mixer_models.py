@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
+from megatron_ds.batch.ledger import DISCARDING
+from megatron_ds.compat.conversion.beyond_megatron import check_known_to_megatron
 from megatron_ds.config import parse
-from megatron_ds.errors import ConfigError
+from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.extensions.mixers.first_values import FACTORS, STEPS
 from megatron_ds.extensions.mixers.half_block import HalfBlock
 from megatron_ds.models import build_stage, gpt_layers, run_layers
@@ -16,7 +18,7 @@ from megatron_ds.models.identity import model_identity
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.gpt_runs import make_batch
-from tests.mixers.test_mixer_layouts import DELTA, MAMBA, job_of
+from tests.mixers.test_mixer_layouts import BASE, DELTA, MAMBA, job_of
 
 pytestmark = pytest.mark.plan
 
@@ -49,6 +51,20 @@ def test_documents_of_a_row_have_the_logits_of_each_alone(name):
     joined = make_batch(config, b=1, s=16, **quiet)
     others = run_layers(model, None, joined)
     assert (logits - others).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ("blocks", "halves", "side by side"))
+def test_tokens_behind_a_text_change_none_of_its_logits(name):
+    """As scoring fills up the texts of a batch."""
+    config, model = model_of(job_of(name, ALONE))
+    quiet = {"training": False, "sample_ids": (7,), "ledger": DISCARDING}
+    batch = make_batch(config, b=1, s=16, **quiet)
+    logits = run_layers(model, None, batch)
+    for length in (1, 5, 12):
+        part = make_batch(config, b=1, s=length, **quiet)
+        object.__setattr__(part, "tokens", batch.tokens[:, :length])
+        alone = run_layers(model, None, part)
+        torch.testing.assert_close(logits[:length], alone, rtol=1e-5, atol=1e-6)
 
 
 def test_a_pattern_makes_a_layer_of_each_half():
@@ -116,6 +132,22 @@ def test_a_checkpoint_is_one_of_the_kinds_and_sizes_of_its_layers():
     assert identity() != identity("--no-attention-output-gate")
 
 
+@pytest.mark.parametrize(
+    "flags, what",
+    (
+        ("--attention-output-gate", "gates of attention"),
+        ("--qk-layernorm-of-all-heads", "norms of all heads"),
+        ("--norms-behind-attention", "norms behind attention alone"),
+    ),
+)
+def test_formats_of_megatron_refuse_what_it_does_not_compute(flags, what):
+    plain = f"{BASE} --num-layers 2 --micro-batch-size 1 --normalization RMSNorm"
+    check_known_to_megatron(parse(plain.split()).model, "Megatron")
+    model = parse(f"{plain} {flags}".split()).model
+    with pytest.raises(CheckpointError, match=f"does not compute {what}"):
+        check_known_to_megatron(model, "Megatron")
+
+
 REFUSED = {
     "--num-layers 3 --mixer-pattern M-": "describes 2 layers, but the model has 3",
     "--num-layers 2 --mixer-pattern MX": "'X', which names no layer",
@@ -125,9 +157,8 @@ REFUSED = {
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --linear-num-value-heads 6": "is not a multiple",
     f"--num-layers 2 --mixer-pattern M- {MAMBA} --mamba-num-groups 3": "does not divide the 8 heads",
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --model bert": "Use --model gpt",
-    f"--num-layers 2 --linear-attention-freq 2 {DELTA} --lora-rank 2": "adapters know the projections",
-    f"--num-layers 3 --linear-attention-freq 2 {DELTA} --random-ltd --random-ltd-min-tokens 4 "
-    "--random-ltd-steps 2": "a state passes through all tokens",
+    f"--num-layers 2 --linear-attention-freq 2 {DELTA} --attention-output-gate --lora-rank 2 "
+    "--lora-target-modules q_proj": "has gates too. Use linear_qkv",
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --mixer-multipliers 1 2": "has 2 values, and must have 11",
     f"--num-layers 2 --linear-attention-freq 2 {DELTA} --norms-behind-attention --normalization RMSNorm "
     "--attention-output-gate": "both describe blocks with attention",

@@ -92,13 +92,13 @@ def test_texts_go_on_from_their_states_as_without_a_cut(has_rule, chunk):
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(read)])[None]
     ends = torch.tensor(read).cumsum(0) - 1
     prompts = [None if t is None else t[places] for t in given]
-    out, states = scan_with_states(*prompts, documents, ends, chunk)
+    out, states = scan_with_states(prompts, documents, ends, chunk)
     assert near(out[:, 0], torch.cat([w[:n] for w, n in zip(whole, read)]), 1e-5)
     for i, ((a, b), n) in enumerate(zip(cuts, read)):
         state = states[i : i + 1]
         for t in range(a + n, b):
             token = [None if x is None else x[t] for x in given]
-            last, state = scan_step(*token, state)
+            last, state = scan_step(token, state)
             assert near(last[0], whole[i][t - a], 1e-5)
 
 

@@ -21,7 +21,10 @@ BEYOND = {
     "moe_router_linear_bias": "a bias of the router (--moe-router-linear-bias)",
     "linear_attention_freq": "gated delta nets (--linear-attention-freq)",
     "mixer_pattern": "layers of different kinds (--mixer-pattern)",
-    "attention_output_gate": "a gate of attention (--attention-output-gate)",
+    "attention_output_gate": "gates of attention in rows of their own (--attention-output-gate)",
+    "norms_behind_attention": "norms behind attention alone (--norms-behind-attention)",
+    "qk_layernorm_of_all_heads": "norms of all heads together (--qk-layernorm-of-all-heads)",
+    "mixer_multipliers": "factors of activations (--mixer-multipliers)",
     "window_rotary_base": "rotary positions of layers with a window (--window-rotary-base)",
 }
 GATES = ("geglu", "clamped_swiglu")

@@ -90,6 +90,7 @@ class Family:
     tied      (name, name that it must equal): of an output layer that files of tied models may hold
     renamed   function(our name, model) -> the name by which `rows` know it
     copies    function(model) -> name → name that it equals: of weights that their files hold several times
+    in_memory  what modules of their models have in place of `prefix`; None: the same
     aliases   (pattern of re, replacement): names in files → those in `rows`
     """
 
@@ -105,6 +106,7 @@ class Family:
     notes: Callable[[Mapping[str, Any]], Sequence[str]] = lambda settings: ()
     renamed: Callable[[str, ModelConfig], str] = lambda name, model: name
     copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: {}
+    in_memory: str | None = None
     aliases: tuple[tuple[str, str], ...] = ()
 
 

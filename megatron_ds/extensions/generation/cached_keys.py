@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...batch.batch import Batch
-from ...batch.past import Recurrence
+from ...batch.recurrence import Recurrence
 from ...errors import DeviceMemoryError
 from ...models.attention import CoreAttention
 from ...ops.key_rows import KeyRows

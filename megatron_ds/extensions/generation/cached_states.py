@@ -7,7 +7,7 @@ A text that begins in a row writes all of its states, so rows need no clearing.
 
 from torch import Tensor
 
-from ...batch.past import States
+from ...batch.recurrence import States
 
 
 class CachedStates:
@@ -26,12 +26,16 @@ class CachedStates:
         """Write states of texts, tensors [texts, ..] of a layer, to rows from `first` on."""
         if name not in self._layers:
             self._layers[name] = tuple(map(self._allocated, states))
-        for kept, new in zip(self._layers[name], states, strict=True):
-            kept[first : first + len(new)].copy_(new)
+        of_layer = self._layers[name]
+        for kept, new in zip(of_layer, states, strict=True):
+            stop = first + len(new)
+            kept[first:stop].copy_(new)
 
     def read(self, name: str, first: int, count: int) -> States:
         """Return the states of so many rows of a layer, views."""
-        return tuple(kept[first : first + count] for kept in self._layers[name])
+        rows = slice(first, first + count)
+        of_layer = self._layers[name]
+        return tuple(kept[rows] for kept in of_layer)
 
     def move(self, source: int, target: int) -> None:
         """Copy the states of a row to another row."""
@@ -40,4 +44,5 @@ class CachedStates:
                 kept[target] = kept[source]
 
     def _allocated(self, new: Tensor) -> Tensor:
-        return new.new_zeros((self.rows, *new.shape[1:]))
+        shape = (self.rows, *new.shape[1:])
+        return new.new_zeros(shape)

@@ -3,7 +3,6 @@
 A micro-batch is one row [1, s] of tokens, so that texts of any lengths stand side by side without padding.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -135,13 +134,29 @@ def _past(
     on = lambda numbers: on_device(torch.tensor(numbers, dtype=torch.int64), device)
     places = on(row.places)
     if part.is_new:
-        lengths = [len(text.request.tokens) for text in part.texts]
-        ends = [end - 1 for end in itertools.accumulate(lengths)]
-        return PromptPast(cached, places, on(_wanted(part)), part.first, on(ends))
+        wanted = on(_wanted(part))
+        ends = on(_ends(part))
+        return PromptPast(
+            cached,
+            places,
+            wanted,
+            part.first,
+            ends,
+        )
     count = len(part.texts)
     last = row.positions[:count]
     rows = KeyRows(on(last)[:, None], max(last) + 1, min(last) == max(last))
     return TextPast(cached, places, on([*range(count)]), part.first, rows)
+
+
+def _ends(part: BatchPart) -> list[int]:
+    """Places of the last tokens of prompts in a micro-batch."""
+    found = []
+    end = 0
+    for text in part.texts:
+        end += len(text.request.tokens)
+        found.append(end - 1)
+    return found
 
 
 def _wanted(part: BatchPart) -> list[int]:

@@ -114,6 +114,8 @@ def adapted_channels(
         widths += [width for width in (model.dense_width,) if width]
     total = 0
     for name in targets:
+        if name in of_width and not mixer.has_feed_forward:
+            continue
         if name in of_width:
             total += sum(map(of_width[name], widths))
         else:
@@ -144,8 +146,9 @@ def _adapted(
     under_way = BatchUnderWay()
     if settings.lora_dropout:
         under_way.follow(module)
-        if isinstance(module.mlp, MixtureOfExperts):
-            module.mlp.token_keys = TokenKeys(ctx)
+        feed_forward = getattr(module, "mlp", None)
+        if isinstance(feed_forward, MixtureOfExperts):
+            feed_forward.token_keys = TokenKeys(ctx)
     for parent, name, linear in list(_linear_layers(module)):
         if parts := _parts_of(name, settings.targets):
             adapted = _with_adapter(linear, parts, settings, ctx, under_way)

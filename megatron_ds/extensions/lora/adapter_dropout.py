@@ -26,9 +26,11 @@ class BatchUnderWay:
         self.batch: Batch | None = None
 
     def follow(self, block: nn.Module) -> None:
-        """Keep the micro-batches of the calls of the block's halves, `forward(x, batch, ..)`."""
-        for half in ("self_attention", "mlp"):
-            block.get_submodule(half).register_forward_pre_hook(self._keep)
+        """Keep the micro-batches of the calls of the block's halves, `forward(x, batch, ..)`: both, or the one that
+        it has."""
+        halves = dict(block.named_children())
+        for half in {"self_attention", "mlp"} & halves.keys():
+            halves[half].register_forward_pre_hook(self._keep)
 
     @property
     def current(self) -> Batch:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from ...config.added_weights import FROZEN_BLOCK
 from ...config.options.model import ModelConfig
 from ...config.run import RunConfig
-from ...models.mixers import mixers_of
 from .options import LoraConfig
 from .targets import TARGETS
 
@@ -24,6 +23,11 @@ def targets(config: RunConfig) -> Iterator[str]:
                 f"[adapters.lora_target_modules] names {layer} and {name}, whose rows are among those of {layer}. "
                 "Give one of them."
             )
+    if "q_proj" in chosen and getattr(config.model, "attention_output_gate", False):
+        yield (
+            "[adapters.lora_target_modules] names q_proj, whose rows are those of queries, and with "
+            "--attention-output-gate the q_proj of other programs has gates too. Use linear_qkv."
+        )
     # Parts of the first layer of a feed-forward exist where it is gated, and not in experts.
     parts = [name for name in ("gate_proj", "up_proj") if name in chosen]
     if parts and not config.model.is_gated:
@@ -83,9 +87,12 @@ def frozen_weights(config: RunConfig) -> Iterator[str]:
 
 def _columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int]]:
     """(layer, columns of its weight that a rank has), of the linear layers of a block."""
+    # Plans without torch read these rules.
+    from ...models.mixers import mixers_of
+
     for mixer in mixers_of(model):
         for name, (columns, _) in mixer.linear_layers(model).items():
-            is_row_layer = name == "linear_proj"
+            is_row_layer = name in ("linear_proj", "out_proj")
             yield name, columns // ranks if is_row_layer else columns
     yield "linear_fc1", model.hidden_size
     if not all(model.experts):

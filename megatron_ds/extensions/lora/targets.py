@@ -3,7 +3,7 @@
 linear_qkv   | q q k v | q q k v | ..    all rows: linear_qkv        some: q_proj, k_proj, v_proj
 linear_fc1   | gate .. | up ..   |       all rows: linear_fc1        some: gate_proj, up_proj
 
-An attention that is no self-attention has layers of its own (`models.mixers.Mixer.linear_layers`), each a target by
+What is no self-attention has layers of its own (`models.mixers.Mixer.linear_layers`), each a target by
 its name.
 """
 
@@ -34,6 +34,8 @@ TARGETS = {
     "linear_q_up_proj": Target("linear_q_up_proj"),
     "linear_kv_down_proj": Target("linear_kv_down_proj"),
     "linear_kv_up_proj": Target("linear_kv_up_proj"),
+    "in_proj": Target("in_proj"),
+    "out_proj": Target("out_proj"),
     "gate_proj": Target("linear_fc1", 0),
     "up_proj": Target("linear_fc1", 1),
     "down_proj": Target("linear_fc2"),

@@ -4,12 +4,8 @@ from typing import Any
 
 from ...config.options.layer_pattern import read_layer_pattern
 from ...errors import ConfigError
+from .letters import ATTENTION, DELTA, EXPERTS, FEED_FORWARD, MAMBA, STATES
 
-MAMBA = "M"
-DELTA = "G"
-ATTENTION = "*"
-FEED_FORWARD = "-"
-EXPERTS = "E"
 NOUNS = {
     MAMBA: "Mamba-2",
     DELTA: "gated delta net",
@@ -17,16 +13,6 @@ NOUNS = {
     FEED_FORWARD: "feed-forward",
     EXPERTS: "experts",
 }
-SIDE_BY_SIDE = "+"  # Mamba-2 beside attention, of whole blocks alone
-# --linear-attention-type → the character.
-STATES = {
-    "gated_delta_net": DELTA,
-    "mamba": MAMBA,
-    "mamba_beside_attention": SIDE_BY_SIDE,
-}
-# --mamba-norm: the norm of the gated result, the norm before the gate, none.
-NORMS = ("gated", "before_gate", "none")
-FACTORS = 11
 
 
 def halves_of(config: Any) -> str:

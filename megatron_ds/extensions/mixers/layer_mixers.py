@@ -1,6 +1,6 @@
 """The mixers of this feature, and which block has which (`models/mixers.py`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from ...ops.attention_pattern import AttentionPattern
 from .delta_net import GatedDeltaNet, delta_sizes
 from .gated_attention import GatedSelfAttention
 from .half_block import HalfBlock
-from .layer_kinds import (
+from .letters import (
     ATTENTION,
     DELTA,
     EXPERTS,
@@ -77,6 +77,10 @@ class StateMixer(Mixer):
         """Return the products of one sequence, forward and backward."""
         return self.sizes(config).flops(config.hidden_size, seq_length)
 
+    def linear_layers(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
+        """Return its two projections: channels into and out of each."""
+        return self.sizes(config).linear_layers(config.hidden_size)
+
     def head_sizes(self, config: ModelConfig) -> HeadSizes | None:
         """Return None: a state has no scores."""
         return None
@@ -107,13 +111,12 @@ class GatedAttention(Mixer):
             config, name, ctx, output_std=output_std, rotary=rotary, core=core
         )
 
-    def flops(
-        self, config: ModelConfig, seq_length: int, pattern: AttentionPattern
-    ) -> LayerFlops:
-        """Return the products of one sequence, forward and backward."""
-        own = super().flops(config, seq_length, pattern)
-        gates = config.hidden_size * config.num_attention_heads * config.head_dim
-        return LayerFlops(own.weights + 6.0 * seq_length * gates, own.scores)
+    def linear_layers(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
+        """Return the projections, the first of which has gates and a value of each key as wide as it."""
+        plain = super().linear_layers(config)
+        into, out = plain["linear_qkv"]
+        gates = config.num_attention_heads * config.head_dim
+        return {**plain, "linear_qkv": (into, out + gates)}
 
 
 class HalfLayer(Mixer):
@@ -124,12 +127,17 @@ class HalfLayer(Mixer):
         self.kind = f"{kind}_half_"
         self.inner = inner
         self.pasts = 0 if inner is None else inner.pasts
+        self.has_feed_forward = inner is None
         of_inner = () if inner is None else inner.fields
         self.fields = tuple(dict.fromkeys(("mixer_pattern", *of_inner)))
 
     def rotary(self, config: ModelConfig, shared: Rotary | None) -> Rotary | None:
         """Return that of the inner mixer."""
         return None if self.inner is None else self.inner.rotary(config, shared)
+
+    def linear_layers(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
+        """Return those of the inner mixer; none for a feed-forward."""
+        return {} if self.inner is None else self.inner.linear_layers(config)
 
     def head_sizes(self, config: ModelConfig) -> HeadSizes | None:
         """Return those of the inner mixer; None for a feed-forward."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ...config.options.need import need
 from ...config.options.option import option
-from .layer_kinds import NORMS, STATES, kinds_of
+from .letters import NORMS, STATES
 
 PATTERN = need("model.mixer_pattern")
 STATE = PATTERN | need("model.linear_attention_freq")
@@ -146,6 +146,8 @@ class MixerOptions:
     @property
     def mixer_kinds(self) -> str:
         """The character of each layer, as in --mixer-pattern. Raises ConfigError."""
+        from .layer_kinds import kinds_of
+
         return kinds_of(self)
 
     @property

@@ -7,10 +7,8 @@ from ...config.messages import divisors, either
 from ...config.options.model import ModelConfig
 from ...config.run import RunConfig
 from ...config.sources.reading import attempt
-from .layer_kinds import DELTA, EXPERTS, FACTORS, MAMBA, SIDE_BY_SIDE, kinds_of
-
-LORA = "adapters.lora_rank"
-LTD = "random_ltd.random_ltd"
+from .layer_kinds import kinds_of
+from .letters import DELTA, EXPERTS, FACTORS, MAMBA, SIDE_BY_SIDE
 
 
 def kinds(config: RunConfig) -> Iterator[str]:
@@ -165,15 +163,6 @@ def others(config: RunConfig) -> Iterator[str]:
     """Features that know blocks of attention alone are refused."""
     model = config.model
     is_mixed = bool(model.mixer_pattern or model.linear_attention_freq)
-    if config.get(LORA):
-        yield (
-            f"[{LORA}]: adapters know the projections of attention and of the feed-forward, which a model with "
-            "mixers, or with --attention-output-gate, has others of. Train it whole."
-        )
-    if is_mixed and config.get(LTD):
-        yield (
-            f"[{LTD}]: a state passes through all tokens, and dropped ones would be missing in it. Remove --random-ltd."
-        )
     if is_mixed and getattr(model, "sparse_attention", None):
         yield (
             "[sparse_attention]: its layouts are those of models whose layers all have attention. Remove it."

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...batch.batch import Batch
-from ...batch.past import States
+from ...batch.recurrence import States
 from ...config.options.model import ModelConfig
 from ...context_parallel.head_exchange import to_heads, to_tokens
 from ...models.layer import LayerFlops, check_divides, recompute
@@ -30,6 +30,7 @@ from ...mpu.context import ParallelContext, new_parameter
 from ...mpu.managed_parameter import ManagedParameter
 from ...mpu.param_spec import Init, Matrices, ParamSpec, Split
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from . import fla_scan  # noqa: F401, registers an implementation of the scan
 from .causal_conv import causal_conv, last_tokens
 from .first_values import log_of_factor, softplus_of_step, within
 from .linear_scan import linear_scan, scan_products
@@ -72,6 +73,14 @@ class MixerSizes:
     def parts(self) -> tuple[int, ...]:
         """Rows of the first projection, of a group."""
         return (self.width, *self.channels, *(self.heads,) * self.gates)
+
+    def linear_layers(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Return the projections: channels into and out of each."""
+        rows = self.groups * sum(self.parts)
+        return {
+            "in_proj": (hidden, rows),
+            "out_proj": (self.groups * self.width, hidden),
+        }
 
     def flops(self, hidden: int, s: int) -> LayerFlops:
         """Return the FLOPs of a sequence of s tokens: projections, and the products of the scan."""
@@ -191,7 +200,9 @@ class ScanMixer(nn.Module):
         sizes = self.sizes
         parts = self.projected(x)
         z, packed = parts.split((sizes.width, parts.shape[-1] - sizes.width), -1)
-        run = partial(recompute, self.mixed) if self.recompute_core else self.mixed
+        # Texts that are generated have no backward.
+        repeats = self.recompute_core and batch.past is None
+        run = partial(recompute, self.mixed) if repeats else self.mixed
         out = run(packed, batch)
         gated = self.gated(out, z.unflatten(-1, (sizes.heads, -1)).flatten(2, 3))
         return self.out_proj(gated.to(x.dtype).flatten(2))
@@ -259,7 +270,7 @@ class ScanMixer(nn.Module):
     def begin(
         self, x: torch.Tensor, batch: Batch, ends: torch.Tensor
     ) -> tuple[torch.Tensor, States]:
-        """Read texts from their beginnings (`batch.past.Recurrence`). States: the channels of the tokens that the
+        """Read texts from their beginnings (`batch.recurrence.Recurrence`). States: the channels of the tokens that the
         convolution of the next one sees, [texts, taps - 1, channels], and those of the scan, [texts, n, dk, dv]."""
         documents = batch.document_ids
         channels, gates = self._channels_and_gates(x)
@@ -267,7 +278,7 @@ class ScanMixer(nn.Module):
         found: list[torch.Tensor] = []
 
         def scan(*inputs: Any) -> torch.Tensor:
-            out, states = scan_with_states(*inputs, documents, ends)
+            out, states = scan_with_states(inputs, documents, ends)
             found.append(states)
             return out
 
@@ -277,7 +288,7 @@ class ScanMixer(nn.Module):
         return out, (window, *found)
 
     def proceed(self, x: torch.Tensor, states: States) -> tuple[torch.Tensor, States]:
-        """Read a token of each text after its states (`batch.past.Recurrence`)."""
+        """Read a token of each text after its states (`batch.recurrence.Recurrence`)."""
         before, state = states
         channels, gates = self._channels_and_gates(x)
         # [taps, texts, channels], of which the last token is convolved.
@@ -287,7 +298,8 @@ class ScanMixer(nn.Module):
         found: list[torch.Tensor] = []
 
         def scan(*inputs: Any) -> torch.Tensor:
-            out, after = scan_step(*(i if i is None else i[0] for i in inputs), state)
+            token = [i if i is None else i[0] for i in inputs]
+            out, after = scan_step(token, state)
             found.append(after)
             return out[None]
 

@@ -2,7 +2,7 @@
 with factors of its activations in place of other deviations of first weights (`--mixer-multipliers`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from ...models.layer import LayerFlops
 from ...models.mixers import SELF_ATTENTION, Attention, HeadSizes, Mixer
 from ...mpu.context import ParallelContext
 from ...ops.attention_pattern import AttentionPattern
-from .layer_kinds import FACTORS
+from .letters import FACTORS
 from .mamba import Mamba, mamba_sizes
 
 
@@ -38,8 +38,11 @@ class Factors(NamedTuple):
         values = config.mixer_multipliers
         if values is None:
             return cls()
-        ends, parts, feed = values[:4], values[4:9], values[9:FACTORS]
-        return cls(*ends, parts, *feed)
+        attention_in, attention_out, mamba_in, mamba_out, *others = values[:FACTORS]
+        *parts, gate, down = others
+        return cls(
+            attention_in, attention_out, mamba_in, mamba_out, tuple(parts), gate, down
+        )
 
 
 class MambaBesideAttention(nn.Module):
@@ -150,6 +153,11 @@ class SideBySide(Mixer):
         own = SELF_ATTENTION.flops(config, seq_length, pattern)
         other = mamba_sizes(config).flops(config.hidden_size, seq_length)
         return LayerFlops(own.weights + other.weights, own.scores + other.scores)
+
+    def linear_layers(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
+        """Return those of both mixers."""
+        of_mamba = mamba_sizes(config).linear_layers(config.hidden_size)
+        return {**SELF_ATTENTION.linear_layers(config), **of_mamba}
 
     def head_sizes(self, config: ModelConfig) -> HeadSizes | None:
         """Return those of its attention."""

@@ -270,6 +270,8 @@ FAMILIES = {
             NEMOTRON_H_ROWS,
             NEMOTRON_H,
             prefix="backbone.",
+            in_memory="model.",
+            precise=EXPERT_BIAS,
             tied=(("lm_head.weight", "backbone.embeddings.weight"),),
             ignored=("mtp.*",),
         ),

@@ -16,7 +16,7 @@ import torch
 
 from ....config.options.model import ModelConfig
 from ..family import Row
-from ..packings import GATE_UP, QKV_SPLIT, SAME, Packing, Parts
+from ..packings import EXPERTS, GATE_UP, QKV_SPLIT, SAME, Packing, Parts
 from .rows import LAYER, LLAMA_ROWS, QWEN_MOE_ROWS, WORDS
 
 GroupSizes = tuple[int, tuple[int, ...]]
@@ -337,6 +337,7 @@ def _half_row(ours: str, theirs: str) -> Row:
     return Row(LAYER + ours, " ".join(names))
 
 
+UNGATED = (("linear_fc1", "up_proj"), ("linear_fc2", "down_proj"))
 NEMOTRON_H_ROWS = (
     Row(WORDS, "backbone.embeddings.weight"),
     Row("output_layer.weight", "lm_head.weight"),
@@ -361,4 +362,21 @@ NEMOTRON_H_ROWS = (
     _half_row("self_attention.linear_proj.{leaf}", "mixer.o_proj.{leaf}"),
     _half_row("mlp.linear_fc1.{leaf}", "mixer.up_proj.{leaf}"),
     _half_row("mlp.linear_fc2.{leaf}", "mixer.down_proj.{leaf}"),
+    _half_row("mlp.router.weight", "mixer.gate.weight"),
+    _half_row("mlp.router.expert_bias", "mixer.gate.e_score_correction_bias"),
+    *(
+        replace(
+            _half_row(
+                f"mlp.experts.{ours}.weight", f"mixer.experts.{{e}}.{name}.weight"
+            ),
+            packing=EXPERTS,
+        )
+        for ours, name in UNGATED
+    ),
+    *(
+        _half_row(
+            f"mlp.shared_experts.{ours}.weight", f"mixer.shared_experts.{name}.weight"
+        )
+        for ours, name in UNGATED
+    ),
 )

@@ -1,20 +1,23 @@
 """Settings of families with layers of a state of constant size, as tables (`settings_table.py`)."""
 
 from ..settings_table import Fixed, Key, Only
-from .mixer_settings import (
+from .mamba_settings import (
     MAMBA,
     AllMamba,
+    AllSideBySide,
     AttentionIndices,
-    GraniteExperts,
-    HalfLayers,
     KeyFactor,
-    LinearLayers,
     MambaNorm,
     MambaWidths,
     MixerFactors,
-    NullableRotary,
-    SideBySide,
     StepLimits,
+)
+from .mixer_settings import (
+    GraniteExperts,
+    HalfExperts,
+    HalfLayers,
+    LinearLayers,
+    NullableRotary,
     SwitchedRotary,
     all_linear,
 )
@@ -28,6 +31,7 @@ from .tables import (
     HEAD_DIM,
     LLAMA,
     NO_BIAS,
+    NORMALIZED,
     QK_NORM,
     QWEN_MOE,
     ROTARY,
@@ -53,12 +57,9 @@ GATED = (
     Fixed("apply_layernorm_1p", True),
 )
 QWEN3_NEXT = (*QWEN_MOE, *QK_NORM, *SHARED, *GATED, *DELTA_NET)
+# Qwen3.5 has no switch: the weights of a token's experts sum to 1.
 QWEN3_5_MOE = (
-    *(
-        entry
-        for entry in (*QWEN_MOE, *QK_NORM, *SHARED, *GATED, *DELTA_NET)
-        if entry.theirs != "norm_topk_prob"
-    ),
+    *(entry for entry in QWEN3_NEXT if entry is not NORMALIZED),
     Fixed("moe_router_pre_softmax", False),
 )
 QWEN3_5 = (*LLAMA, *QK_NORM, *GATED, *DELTA_NET)
@@ -109,7 +110,7 @@ FALCON_H1 = (
     *LLAMA,
     *MAMBA_BLOCKS,
     MambaWidths(total="mamba_d_ssm"),
-    SideBySide(),
+    AllSideBySide(),
     MambaNorm(),
     MixerFactors(),
     KeyFactor(),
@@ -158,6 +159,10 @@ MAMBA2 = (
 )
 NEMOTRON_H = (
     HalfLayers(),
+    HalfExperts(),
+    Only("moe_latent_size", (None,), why="experts of a narrower input"),
+    *(Only(name, (1,), why="groups of experts") for name in ("n_group", "topk_group")),
+    Only("norm_topk_prob", (True,)),
     Key("hidden_size", "hidden_size"),
     Key("num_attention_heads", "num_attention_heads"),
     Key("max_position_embeddings", "positions", option="max_position_embeddings"),

@@ -24,6 +24,7 @@ from ....errors import CheckpointError
 from ....features import Provided
 from ..adapter_tensors import parts_of_name
 from ..family import Family, TensorMapping, entries_of
+from ..packings import GATE_UP, QKV_SPLIT
 
 ADAPTER_TARGETS: Provided[Any] = Provided("adapter targets")
 
@@ -46,6 +47,8 @@ LAYERS = (
     "linear_q_up_proj",
     "linear_kv_down_proj",
     "linear_kv_up_proj",
+    "in_proj",
+    "out_proj",
 )
 PROBE = 7  # columns of a tensor by which a packing that transposes is recognised
 # Values of keys that change what an adapter computes; other values are refused.
@@ -74,11 +77,13 @@ class AdaptedLayer:
 
     entry    of its weight
     name     of the layer
+    family   of the model
     modules  names of theirs, in the order of the rows that they have
     """
 
     entry: TensorMapping
     model: ModelConfig
+    family: Family
 
     @property
     def name(self) -> str:
@@ -88,7 +93,16 @@ class AdaptedLayer:
     @property
     def modules(self) -> list[str]:
         """Their names of the layer's modules."""
-        return [name.removesuffix(".weight") for name in self.entry.theirs]
+        names = [name.removesuffix(".weight") for name in self.entry.theirs]
+        family = self.family
+        if family.in_memory is None:
+            return names
+        return [family.in_memory + name.removeprefix(family.prefix) for name in names]
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether each module may have an adapter of its own, or is the only one."""
+        return len(self.modules) == 1 or self.entry.packing in (QKV_SPLIT, GATE_UP)
 
     @property
     def is_transposed(self) -> bool:
@@ -118,7 +132,7 @@ def adapted_layers(family: Family, model: ModelConfig) -> Iterator[AdaptedLayer]
         layer, _, leaf = entry.ours.rpartition(".")
         is_linear = leaf == "weight" and layer.rpartition(".")[2] in LAYERS
         if is_linear and len(entry.spec.shape) == 2:
-            yield AdaptedLayer(entry, model)
+            yield AdaptedLayer(entry, model, family)
 
 
 def from_peft(
@@ -127,9 +141,12 @@ def from_peft(
     """Return the tensors of an adapter by our names. Raises CheckpointError for tensors of layers that the model
     lacks."""
     left = dict(tensors)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for layer in adapted_layers(family, model):
         modules = layer.modules
+        if not layer.has_parts:
+            found |= _joined(layer, left)
+            continue
         for part, module in enumerate(modules):
             given = _taken(
                 left, {leaf: f"{PREFIX}{module}.{w}" for leaf, w in THEIRS.items()}
@@ -154,6 +171,32 @@ def from_peft(
             f"the adapter has tensors that no linear layer of the model has: {', '.join(sorted(left)[:5])}. Layers of "
             "attention and of dense feed-forwards can have adapters; merge others with peft's merge_and_unload."
         )
+    return found
+
+
+def _joined(
+    layer: AdaptedLayer, left: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the adapter of a layer whose rows those of several modules form together, taken out of `left`. Raises
+    CheckpointError unless all of them have one, with the same A."""
+    given = [
+        _taken(left, {leaf: f"{PREFIX}{module}.{w}" for leaf, w in THEIRS.items()})
+        for module in layer.modules
+    ]
+    if not any(given):
+        return {}
+    first = given[0]
+    is_whole = all(of.keys() == first.keys() >= {A, B} for of in given)
+    if not is_whole or any(not torch.equal(of[A], first[A]) for of in given):
+        raise CheckpointError(
+            f"the adapters of {', '.join(layer.modules)} have not the same A, and here these modules are one layer "
+            "with one adapter. Merge the adapter with peft's merge_and_unload, and give the folder of the whole model."
+        )
+    found = {f"{layer.name}.{A}.weight": first[A]}
+    for leaf in first.keys() - {A}:
+        values = [of[leaf].view(len(of[leaf]), -1) for of in given]
+        rows = layer.entry.packing.to_ours(values, layer.model).contiguous()
+        found[f"{layer.name}.{leaf}.weight"] = rows.view(-1, *first[leaf].shape[1:])
     return found
 
 
@@ -187,6 +230,11 @@ def with_own_factors(
             given = [
                 pattern[end] for end in pattern if f".{module}".endswith(f".{end}")
             ]
+            if given and not layer.has_parts:
+                raise CheckpointError(
+                    f"alpha_pattern has a factor of {module}, which is a part of one layer here. Merge the adapter "
+                    "with peft's merge_and_unload, and give the folder of the whole model."
+                )
             if given and key in found:
                 found[key] = found[key] * (given[0] / common)
     return found

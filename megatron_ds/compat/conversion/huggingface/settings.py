@@ -18,15 +18,17 @@ from ..settings_table import options_of, settings_of
 from .experts import BIASED_KEYS, EXPERT_KEYS, expert_options, expert_settings
 from .keys import ROTARY_KEYS, WINDOW_KEYS, check_keys, notes_of
 from .latents import LATENT_KEYS
-from .mixer_settings import (
+from .mamba_settings import (
     FALCON_H1_KEYS,
+    MAMBA_KEYS,
+    AllSideBySide,
+    AttentionIndices,
+)
+from .mixer_settings import (
     GRANITE_KEYS,
     HALF_KEYS,
-    MAMBA_KEYS,
     OLMO_KEYS,
-    AttentionIndices,
     LinearLayers,
-    SideBySide,
 )
 from .mixer_tables import (
     BAMBA,
@@ -393,7 +395,7 @@ def with_defaults(settings: Settings) -> Settings:
 
 
 # Entries of tables of models whose layers differ, which read layer_types or need none.
-OTHER_LAYERS = (Window, LinearLayers, AttentionIndices, SideBySide)
+OTHER_LAYERS = (Window, LinearLayers, AttentionIndices, AllSideBySide)
 
 
 def _has_windows(table: tuple) -> bool:

@@ -108,11 +108,15 @@ MISTRAL = (*LLAMA, *NO_BIAS, Window(has_switch=False))
 ROUTED = Key("num_experts_per_tok", "moe_router_topk")
 MOE = (ROUTED,)
 MIXTRAL = (*LLAMA, *NO_BIAS, *MOE, Window(None, has_switch=False))
+# Whether the weights of a token's experts sum to 1.
+NORMALIZED = Key(
+    "norm_topk_prob", "moe_router_pre_softmax", False, {True: False, False: True}
+)
 QWEN_MOE = (
     *LLAMA,
     *MOE,
     Key("moe_intermediate_size", "expert_ffn_size", option="moe_ffn_hidden_size"),
-    Key("norm_topk_prob", "moe_router_pre_softmax", False, {True: False, False: True}),
+    NORMALIZED,
 )
 BIASED_MOE = (
     *LLAMA,
