@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.grid.axes.models import ENCODED
 from tests.grid.axes.optimizers import tolerance
 from tests.grid.axes.ranks import at_most
 from tests.grid.test_layout_grid import (
@@ -80,7 +81,9 @@ def test_a_layout_predicts_several_tokens_like_one_process(case):
     check_metrics(run, reference, 2 * limit.loss)
     for step in run.merged[0].metrics:
         assert {"mtp 1 loss", "mtp 2 loss"} <= step.keys()
-    assert "mtp.layers.1.eh_proj.weight" in run.merged[1]
+    # Weights that are frozen in few bits are not among those of a run.
+    is_encoded = case["adapters"] in ENCODED
+    assert is_encoded != ("mtp.layers.1.eh_proj.weight" in run.merged[1])
 
 
 def test_a_layout_trains_otherwise_without_the_depths():

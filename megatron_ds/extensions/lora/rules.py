@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from ...config.added_weights import FROZEN_BLOCK
 from ...config.options.model import ModelConfig
 from ...config.run import RunConfig
-from ...models.mixers import mixers_of
 from .options import LoraConfig
 from .targets import TARGETS
 
@@ -83,11 +82,8 @@ def frozen_weights(config: RunConfig) -> Iterator[str]:
 
 def _columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int]]:
     """(layer, columns of its weight that a rank has), of the linear layers of a block."""
-    for mixer in mixers_of(model):
-        for name, (columns, _) in mixer.linear_layers(model).items():
-            is_row_layer = name == "linear_proj"
-            yield name, columns // ranks if is_row_layer else columns
-    yield "linear_fc1", model.hidden_size
+    yield "linear_qkv and linear_fc1", model.hidden_size
+    yield "linear_proj", model.num_attention_heads * model.head_dim // ranks
     if not all(model.experts):
         yield "linear_fc2", model.ffn_size // ranks
     if any(model.experts):
