@@ -97,8 +97,7 @@ class Mixer:
         return LayerFlops(float(seq_length * 6 * weights), scores)
 
     def linear_layers(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
-        """Return the linear layers, each of which may have an adapter: name → channels into and out of it, of all
-        ranks."""
+        """Return the linear layers: name → channels into and out of it, of all ranks."""
         h = config.hidden_size
         queries = config.num_attention_heads * config.head_dim
         keys_values = 2 * config.query_groups * config.head_dim

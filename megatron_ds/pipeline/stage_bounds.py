@@ -81,9 +81,8 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
         parts[0] = "E" + parts[0]
     if "L" not in given:
         parts[-1] += "L"
-    depths = "m" * given.count("m")
-    expected = "E" + "t" * len(blocks) + depths + "L"
-    if "".join(parts) != expected:
+    expected = "E" + "t" * len(blocks) + "L"
+    if re.sub("m*L", "L", "".join(parts)) != expected:
         raise wrong(
             "E comes once, before the decoder layers, and L once, after them and the depths m"
         )

@@ -297,6 +297,19 @@ def test_the_norm_before_experts_has_both_keys_too(tmp_path):
     check_same(torch_dist_format.read(tmp_path / "b", Wishes()), ours)
 
 
+def test_biases_of_routers_stay_in_fp32(tmp_path):
+    ours = random_weights(tmp_path, LATENT | OF_EXPERTS)
+    wishes = Wishes(dtype="bfloat16")
+    torch_dist_format.write(ours, tmp_path / "b", wishes)
+    found = torch_dist_format.read(tmp_path / "b", Wishes()).tensors[WEIGHT]
+    biases = [name for name in found if name.endswith("expert_bias")]
+    assert len(biases) == 3 + 2
+    for name, tensor in ours.tensors[WEIGHT].items():
+        value = tensor.read()
+        expected = value if name in biases else value.bfloat16()
+        assert torch.equal(found[name].read(), expected), name
+
+
 @pytest.mark.parametrize(
     "mixers", [{"mixer_pattern": "M-*-"}, {"linear_attention_freq": "2"}]
 )

@@ -145,6 +145,18 @@ def test_all_linear_layers_have_adapters_if_asked(rank_of_queries):
     assert every - {*chosen()} == {n for n in linear if "down" in n} != set()
 
 
+def test_columns_of_encoded_weights_that_ranks_would_cut_are_named():
+    encoded = "--lora-rank 2 --lora-base-bits 4 --tensor-model-parallel-size 2".split()
+    flags = [*SIZES, *LATENT, *RUN, *encoded, "--qk-head-dim", "120"]
+    flags += ["--ffn-hidden-size", "128"]
+    wide = ["--kv-lora-rank", "64", "--q-lora-rank", "64", "--v-head-dim", "32"]
+    parse([*flags, *wide], world_size=2)
+    with pytest.raises(ConfigError, match="16 columns of linear_kv_up_proj"):
+        parse([*flags, *wide, "--kv-lora-rank", "16"], world_size=2)
+    with pytest.raises(ConfigError, match="48 columns of linear_proj"):
+        parse([*flags, *wide, "--v-head-dim", "24"], world_size=2)
+
+
 def test_packed_matrices_are_updated_apart():
     m, attention, _, _ = a_block()
     heads = m.num_attention_heads

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from ...config.added_weights import FROZEN_BLOCK
 from ...config.run import RunConfig
 
 WHY = "--multi-latent-attention"
@@ -80,6 +81,8 @@ def latent_problems(config: RunConfig) -> Iterator[str]:
     """Yield what contradicts latent attention."""
     yield from latent_positions(config)
     yield from latent_composition(config)
+    if config.get("adapters.lora_base_bits"):
+        yield from encoded_columns(config)
 
 
 def scaled_heads(config: RunConfig) -> Iterator[str]:
@@ -108,6 +111,26 @@ def latent_positions(config: RunConfig) -> Iterator[str]:
             "[rotary_percent] with [multi_latent_attention]: the channels of --qk-pos-emb-head-dim are rotated, all of "
             "them. Remove it."
         )
+
+
+def encoded_columns(config: RunConfig) -> Iterator[str]:
+    """Frozen weights in few bits have a scale for a run of columns, which ranks do not cut."""
+    model = config.model
+    ranks = config.parallel.tensor_model_parallel_size
+    if ranks == 1:
+        return
+    of_values = model.num_attention_heads * model.v_head_dim
+    for name, columns in (
+        ("linear_q_up_proj", model.q_lora_rank or FROZEN_BLOCK),
+        ("linear_kv_up_proj", model.kv_lora_rank),
+        ("linear_proj", of_values // ranks),
+    ):
+        if columns % FROZEN_BLOCK:
+            yield (
+                f"[adapters.lora_base_bits] with [parallel.tensor_model_parallel_size]: a rank has {columns} columns "
+                f"of {name}, and {FROZEN_BLOCK} numbers of a row have one scale. Use a size with which it has a "
+                f"multiple of {FROZEN_BLOCK}."
+            )
 
 
 def latent_composition(config: RunConfig) -> Iterator[str]:

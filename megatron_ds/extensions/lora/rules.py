@@ -87,14 +87,14 @@ def frozen_weights(config: RunConfig) -> Iterator[str]:
 
 def _columns(model: ModelConfig, ranks: int) -> Iterator[tuple[str, int]]:
     """(layer, columns of its weight that a rank has), of the linear layers of a block."""
+    yield "linear_qkv and linear_fc1", model.hidden_size
     # Plans without torch read these rules.
     from ...models.mixers import mixers_of
 
     for mixer in mixers_of(model):
         for name, (columns, _) in mixer.linear_layers(model).items():
-            is_row_layer = name in ("linear_proj", "out_proj")
-            yield name, columns // ranks if is_row_layer else columns
-    yield "linear_fc1", model.hidden_size
+            if name in ("linear_proj", "out_proj"):
+                yield name, columns // ranks
     if not all(model.experts):
         yield "linear_fc2", model.ffn_size // ranks
     if any(model.experts):

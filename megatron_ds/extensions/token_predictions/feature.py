@@ -23,10 +23,6 @@ class FurtherDepths:
 FURTHER = FurtherDepths()
 
 
-def _places_depths(config: Any) -> bool:
-    return "m" in (config.parallel.pipeline_layout or "")
-
-
 FEATURES = [
     Feature(
         "token_predictions",
@@ -39,7 +35,9 @@ FEATURES = [
             own(".rules:divided"),
             own(".rules:objectives"),
         )
-        + rules_if(_places_depths, own(".rules:stages")),
+        + rules_if(
+            lambda config: config.parallel.pipeline_layout, own(".rules:stages")
+        ),
         provides={"further layers": own(".feature:FURTHER")},
     )
 ]

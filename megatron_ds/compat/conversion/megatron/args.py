@@ -238,10 +238,11 @@ def _refuse(args: Mapping[str, Any]) -> None:
                 f"the model has {noun} (--{name.replace('_', '-')} {args[name]!r}), which "
                 "this package does not compute."
             )
-    if not args.get("multi_latent_attention") and args.get("rope_type") == "yarn":
+    kind = args.get("rope_type")
+    if not args.get("multi_latent_attention") and kind not in ("rope", None):
         raise CheckpointError(
-            "the model has another rotary embedding (--rope-type 'yarn' without multi-latent attention), which this "
-            "package does not compute."
+            f"the model has another rotary embedding (--rope-type {kind!r} without multi-latent attention), which "
+            "this package does not compute."
         )
 
 

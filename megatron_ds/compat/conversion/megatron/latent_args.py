@@ -4,7 +4,7 @@ Widths and depths have Megatron's names. Rotary positions of latents are others 
 
     rope_type                          None is yarn, the default of megatron-core's configuration
     rotary_scaling_factor, mscale, …   of yarn
-    rotary_interleaved                 False, and neighbouring channels are rotated as pairs nevertheless
+    rotary_interleaved                 False, although neighbouring channels are rotated as pairs
 
 Scaled frequencies of self-attention (use_rope_scaling) are not read there.
 """
@@ -106,6 +106,7 @@ def latent_arguments(model: ModelConfig) -> dict[str, Any]:
     """
     if not model.multi_latent_attention:
         return {}
+    # What is computed otherwise there.
     own_epsilon = model.latent_norm_epsilon not in (None, model.norm_epsilon)
     odd = {
         "--latent-norm-epsilon": own_epsilon and model.qk_layernorm,
@@ -118,11 +119,13 @@ def latent_arguments(model: ModelConfig) -> dict[str, Any]:
         raise CheckpointError(
             f"Megatron-LM's multi-latent attention does not compute {', '.join(named)}. Choose another format."
         )
+    # Widths and positions by their names.
     is_scaled = model.position_embedding_type == "yarn"
     found = {name: getattr(model, name) for name in WIDTHS}
     if is_scaled:
         found |= {theirs: getattr(model, ours) for theirs, ours in OF_YARN.items()}
         found["rotary_scaling_factor"] = model.yarn_factor
+    # Beside them the arguments of self-attention have their defaults.
     return found | {
         "multi_latent_attention": True,
         "rope_type": "yarn" if is_scaled else "rope",

@@ -315,10 +315,13 @@ def _chunks(
         ]
     for prefix, kind, wanted in kinds:
         for name, tensor in checkpoint.tensors[kind].items():
-            if prefix and name.endswith(UNTRAINED):
+            # Megatron-LM keeps biases of routers in fp32, without state of the optimizer.
+            is_untrained = name.endswith(UNTRAINED)
+            if prefix and is_untrained:
                 continue
+            kept = torch.float32 if is_untrained else wanted
             counted = tensor.nbytes if kind != WEIGHT or not prefix else 0
-            for chunk in _chunks_of(prefix, name, tensor, wanted, (model, rows)):
+            for chunk in _chunks_of(prefix, name, tensor, kept, (model, rows)):
                 yield chunk, counted
                 counted = 0
 
