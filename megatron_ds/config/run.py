@@ -215,17 +215,14 @@ class RunConfig:
 
     def with_values(self, values: Mapping[str, Any], source: Source) -> "RunConfig":
         """Return a copy with other values for some paths, all from one source."""
-        changed = {
-            section: replace(
-                self.section(section),
-                **{
-                    path.split(".")[1]: value
-                    for path, value in values.items()
-                    if path.startswith(section + ".")
-                },
-            )
-            for section in sections()
-        }
+        others: dict[str, dict[str, Any]] = {}
+        for path, value in values.items():
+            section, name = path.split(".")
+            others.setdefault(section, {})[name] = value
+        # Sections without another value are shared.
+        changed = {section: self.section(section) for section in sections()}
+        for section, its_values in others.items():
+            changed[section] = replace(changed[section], **its_values)
         return replace(
             self,
             **by_field(changed),

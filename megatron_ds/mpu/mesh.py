@@ -23,7 +23,7 @@ import torch
 
 from ..errors import ConfigError, NotInitializedError
 from .grid import DEFAULT_ORDER, Grid, cut_groups
-from .group import Group, Traffic, Transport
+from .group import ACTIVATION_AXES, Group, Traffic, Transport
 
 Connect = Callable[[str, list[tuple[int, ...]], int], Transport | None]
 
@@ -39,7 +39,7 @@ class Mesh:
 
     connect(axes, groups, rank) → the transport of that group among `groups` which holds `rank`; it is called
     for sets of axes with groups of more than one rank only. Two sets of axes with the same groups share one
-    transport.
+    transport, except for the world where activations pass through memory.
     """
 
     def __init__(
@@ -189,8 +189,10 @@ class Mesh:
     def _make_group(self, name: str, lists: list[tuple[int, ...]]) -> Group:
         # Whether a transport is shared depends on the groups of *all* ranks, so that every rank decides
         # alike.
-        key = tuple(lists)
+        key: tuple = tuple(lists)
         self._lists[name] = lists
+        if name == _WORLD and self._passes_activations_through_memory():
+            key = (_WORLD, *lists)
         if key not in self._transports:
             needed = any(len(ranks) > 1 for ranks in lists)
             self._transports[key] = (
@@ -200,6 +202,12 @@ class Mesh:
         return Group(
             name, ranks, ranks.index(self.rank), self._transports[key], self.traffic
         )
+
+    def _passes_activations_through_memory(self) -> bool:
+        """Return whether all ranks are one group that sends activations, without GPUs: its transport is not that of
+        the world, which is connected first, and sends messages."""
+        sizes = [self.grid.size(axis) for axis in ACTIVATION_AXES]
+        return self.device.type == "cpu" and self.world_size in sizes
 
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.world_size}: {self.grid})"

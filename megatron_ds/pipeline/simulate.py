@@ -190,6 +190,7 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost) -> tuple[Times, Times
     # Number the instructions and their dependencies.
     numbers = _Numbers(schedule)
     needs = [[numbers.needs(i) for i in program] for program in schedule]
+    own = numbers.own
     starts: Times = [[] for _ in schedule]
     ends: Times = [[] for _ in schedule]
     done: list[float | None] = [
@@ -205,6 +206,7 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost) -> tuple[Times, Times
         rank = ready.pop()
         program = schedule[rank]
         its_needs = needs[rank]
+        its_numbers = own[rank]
         its_starts = starts[rank]
         its_ends = ends[rank]
         clock = its_ends[-1] if its_ends else 0
@@ -237,7 +239,7 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost) -> tuple[Times, Times
                 clock = end
             its_ends.append(clock)
             # Ranks that waited for it continue.
-            its_number = numbers.of(i)
+            its_number = its_numbers[at]
             if its_number is not None:
                 done[its_number] = end
                 if its_number in waiting:
@@ -258,27 +260,27 @@ class _Numbers:
             op: n * self.stages * self.microbatches for n, op in enumerate(NUMBERED)
         }
         self.count = len(NUMBERED) * self.stages * self.microbatches
+        self.own = [[self.of(i) for i in program] for program in schedule]
         self.present = bytearray(self.count)
-        for program in schedule:
-            for i in program:
-                if (number := self.of(i)) is not None:
-                    self.present[number] = 1
+        for number in chain.from_iterable(self.own):
+            if number is not None:
+                self.present[number] = 1
         self.before = self._transfers_before(schedule)
 
     def _transfers_before(self, schedule: Schedule) -> dict[Instruction, tuple]:
         """Transfer → numbers of the send and the receive of the earlier message that must have arrived."""
         home = stage_ranks(schedule)
         before = {}
-        for program in schedule:
+        for program, own in zip(schedule, self.own):
             lanes: dict[tuple[Op, int], list[tuple]] = defaultdict(list)
-            for i in program:
+            for i, number in zip(program, own):
                 if i.op not in TRANSFERS:
                     continue
                 peer = other_end(i)
                 lane = lanes[i.op, home[peer.stage]]
                 under_way = 1 if i.op in RECEIVES else SENDS_UNDER_WAY
                 before[i] = lane[-under_way] if len(lane) >= under_way else ()
-                lane.append((self.of(i), self.of(peer)))
+                lane.append((number, self.of(peer)))
         return before
 
     def of(self, i: Instruction) -> int | None:

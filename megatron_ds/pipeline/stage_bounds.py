@@ -8,6 +8,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, combinations
 
 from ..errors import ConfigError, LayoutError
@@ -36,6 +37,11 @@ def partition(costs: Sequence[float], stages: int) -> Bounds:
             f"a layer has cost {bad[0]}. Costs are summed and compared: use finite numbers "
             "from 0 up."
         )
+    return _cut_evenly(tuple(costs), stages)
+
+
+@lru_cache(maxsize=1000)  # a search cuts the same model again and again
+def _cut_evenly(costs: tuple[float, ...], stages: int) -> Bounds:
     # prefix[i] is the cost of the first i layers.
     prefix = [0, *accumulate(_as_integers(costs))]
     limit = _least_maximum(prefix, stages)

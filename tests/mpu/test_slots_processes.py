@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megatron_ds.errors import CommunicationError
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.process_groups import connect_torch
 from tests.harness.limits import HUNG, VAIN
 from tests.harness.processes import run_processes
@@ -60,6 +62,21 @@ def test_results_of_processes_have_the_bits_of_messages(ranks, axes):
     for shared, sent, rounds in run_processes(ranks, move_both, axes):
         assert rounds > len(shared)
         assert all(torch.equal(a, b) for a, b in zip(shared, sent, strict=True))
+
+
+def slots_of(rank, world, grid):
+    """Whether the ranks of each axis pass tensors through memory, where the world is connected before them."""
+    mesh = Mesh(grid, rank, connect_torch)
+    groups = [mesh.group(axes) for axes in ("world", "tp", "dp")]
+    return [group.size > 1 and group.transport._slots is not None for group in groups]
+
+
+@pytest.mark.parametrize(
+    "grid, expected",
+    [(Grid(tp=2), [False, True, False]), (Grid(dp=2), [False, False, False])],
+)
+def test_ranks_that_are_the_whole_world_pass_activations_through_memory(grid, expected):
+    assert run_processes(2, slots_of, grid) == [expected] * 2
 
 
 def reduce_with_one_gone(rank, world, folder, ends):

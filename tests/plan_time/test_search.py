@@ -1,5 +1,7 @@
 """The search finds what plans of all layouts find, and reads its records again."""
 
+from dataclasses import asdict, replace
+
 import pytest
 
 from megatron_ds.config import parse
@@ -7,8 +9,9 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.extensions.dry_run.world_plan import plan_world
 from megatron_ds.extensions.plan_time import search as searching
 from megatron_ds.extensions.plan_time.cluster import read_cluster
-from megatron_ds.extensions.plan_time.layer_record import RecordCache
+from megatron_ds.extensions.plan_time.layer_record import RecordCache, key_of
 from megatron_ds.extensions.plan_time.layouts import (
+    SOURCE,
     is_accepted,
     layouts,
     with_layout,
@@ -120,3 +123,45 @@ def test_a_recipe_is_searched_as_its_flags_are(tmp_path, monkeypatch, capsys):
 def test_a_recipe_beside_flags_is_refused():
     with pytest.raises(ConfigError, match="give one of them"):
         main(["train.sh", "--gpus", "2", "--cluster", "h100", "--num-layers", "4"])
+
+
+def test_what_was_found_is_named_by_all_that_changes_it(search):
+    """Options of features, too: a record of a model with adapters is none of the model without."""
+    config = search.config
+    key = key_of(config, "cuda")
+    assert key == key_of(
+        config.with_values({"logging.log_interval": 7}, SOURCE), "cuda"
+    )
+    for path, value in {
+        "adapters.lora_rank": 4,
+        "model.hidden_size": 64,
+        "zero.stage": 3,
+        "data.pack_documents": True,
+    }.items():
+        assert key != key_of(config.with_values({path: value}, SOURCE), "cuda"), path
+    assert key != key_of(config, "cpu")
+
+
+def test_a_second_search_plans_nothing_anew(search, tried, monkeypatch):
+    first = search.best(tried, 2)
+
+    def refused(*_):
+        raise AssertionError("the plans are in the cache")
+
+    monkeypatch.setattr(searching, "plan_world", refused)
+    assert search.best(tried, 2) == first
+    # Other devices have other seconds.
+    with pytest.raises(AssertionError, match="in the cache"):
+        replace(search, cluster=read_cluster("h100")).best(tried, 1)
+
+
+@pytest.mark.parametrize("values", [None, 7, [1.0, 2], [1.0, "x", 0.1], {"a": 1}])
+def test_a_file_of_the_cache_that_is_no_plan_is_planned_anew(
+    search, tried, values, tmp_path
+):
+    cache = RecordCache(tmp_path)
+    [one] = [one for one in tried if is_accepted(one.config)][:1]
+    cache.write(key_of(one.config, "cuda", asdict(search.cluster)), values)
+    [found] = replace(search, cache=cache).best([one], 1)
+    [known] = search.best([one], 1)
+    assert found == known

@@ -79,6 +79,12 @@ def test_rings_have_the_links_of_the_hosts_that_they_visit(axes, size, speed):
     assert seconds == pytest.approx(100.0 * 2 * (size - 1) / size / speed)
 
 
+def test_activations_within_a_host_may_have_a_speed_of_their_own():
+    links = Links(replace(CLUSTER, activations=20.0), Grid(tp=2, dp=2))
+    assert links.seconds("all_gather", "tp", 2, 40.0) == pytest.approx(1.0)
+    assert links.seconds("all_gather", "dp", 2, 40.0) == pytest.approx(2.0)
+
+
 # ---- Phases.
 
 
@@ -92,6 +98,16 @@ def test_a_message_overlaps_with_what_is_computed_before_the_wait():
     assert later.seconds == 10.0 and later.waits == {"tp": 2.0}
     hidden = phase_time([message, computed(8.0), Awaited(0)], UNIT, links)
     assert hidden.seconds == 8.0 and hidden.waits == {}
+
+
+def test_a_message_keeps_its_device_for_the_part_that_does_not_overlap():
+    computed = Call("p", "torch", CallWork(scores=8.0))
+    message = Begun("all_gather", "tp", 2, 100, 0)  # five seconds
+    for overlap, seconds in ((1.0, 8.0), (0.6, 10.0), (0.0, 13.0)):
+        links = Links(replace(CLUSTER, overlap=overlap), Grid(tp=2))
+        time = phase_time([message, computed, Awaited(0)], UNIT, links)
+        assert time.seconds == pytest.approx(seconds)
+        assert sum(time.waits.values()) == pytest.approx(seconds - 8.0)
 
 
 # ---- Steps.
@@ -132,6 +148,19 @@ def test_data_parallel_gradients_are_exposed_without_overlap():
     assert hidden.reduction < exposed.reduction / 5
 
 
+def test_without_overlap_data_parallel_messages_are_exposed():
+    overlapped = replace(CLUSTER, inside=1e4, outside=1e4)
+    exposed = replace(overlapped, overlap=0.0)
+    for stage in (0, 1, 3):
+        flags = f"--reduce-bucket-size 20000 --zero-stage {stage}"
+        hidden = timed(flags, 4, overlapped).seconds
+        time = timed(flags, 4, exposed)
+        without = timed(f"{flags} --no-overlap-grad-reduce", 4, exposed)
+        assert time.seconds > hidden
+        assert time.seconds == pytest.approx(without.seconds)
+        assert sum(time.shares.values()) == pytest.approx(1)
+
+
 def test_stage_3_waits_for_gathers_on_slow_links():
     slow = replace(CLUSTER, inside=1e-3)
     assert timed("--zero-stage 3", 4, slow).pipeline > 10 * timed("", 4, slow).pipeline
@@ -166,6 +195,13 @@ def test_the_plan_prints_seconds_and_writes_them(tmp_path, capfd):
 def test_files_of_devices_are_checked(values, named):
     with pytest.raises(ConfigError, match=named):
         device_of(values, "x.yaml")
+
+
+def test_a_share_of_messages_is_at_most_one(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("device: h100\noverlap: 1.5\n")
+    with pytest.raises(ConfigError, match="overlap is 1.5"):
+        read_cluster(str(file))
 
 
 def test_all_clusters_of_the_package_can_be_read():

@@ -6,6 +6,9 @@ inside: 300e9                   # bytes/s that a device sends to others of its h
 outside: 25e9                   # bytes/s that a device sends to other hosts, its share of the adapters
 latency: 10e-6                  # seconds of a message beside its bytes
 host_link: 25e9                 # bytes/s between a device and the memory of its host
+activations: 0                  # bytes/s within a host of tensor- and context-parallel messages; 0: as inside
+overlap: 1.0                    # share of a message that passes while its device computes; 0 where the processors
+                                # that compute move the bytes
 link: 0.8                       # share of these that messages reach: fitted
 dollars_per_hour: 1.5           # of one device; 0: no cost is printed
 """
@@ -31,6 +34,8 @@ class Cluster:
     outside: float = 12.5e9
     latency: float = 10e-6
     host_link: float = 12e9
+    activations: float = 0.0
+    overlap: float = 1.0
     link: float = 0.8
     dollars_per_hour: float = 0.0
 
@@ -42,6 +47,10 @@ def read_cluster(name: str) -> Cluster:
     if given is None:
         raise ConfigError(f"{name}: `device` names the devices; it is missing.")
     links = checked(_Links, values, name)
+    if links.overlap > 1:
+        raise ConfigError(
+            f"{name}: overlap is {links.overlap}, a share of a message: 0 to 1."
+        )
     return replace(_cluster_of(links), device=_device(given, name))
 
 
@@ -54,6 +63,8 @@ class _Links:
     outside: float = Cluster.outside
     latency: float = Cluster.latency
     host_link: float = Cluster.host_link
+    activations: float = Cluster.activations
+    overlap: float = Cluster.overlap
     link: float = Cluster.link
     dollars_per_hour: float = Cluster.dollars_per_hour
 

@@ -9,11 +9,11 @@
     fitted: what the constants were fitted to
 
 The first numbers are those of a data sheet. The constants are the shares of the peak, and of the bandwidth, that
-kernels reach, and the seconds from one launch to the next.
+kernels reach, the seconds from one launch to the next, and those of a byte of new memory.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,18 @@ class Constants:
     attention  share of the peak that attention reaches
     memory     share of the bandwidth that other kernels reach
     launch     seconds of a kernel beside its work
+    page       seconds of a byte of new memory, in runs of processors that return freed memory
     """
 
     product: float = 0.8
     attention: float = 0.4
     memory: float = 0.8
     launch: float = 5e-6
+    page: float = 0.0
+
+    def keeping_pages(self) -> "Constants":
+        """Return the constants of a run that keeps freed memory."""
+        return replace(self, page=0.0)
 
 
 @dataclass(frozen=True)

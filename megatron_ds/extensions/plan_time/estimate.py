@@ -8,15 +8,16 @@
 A search orders layouts by these numbers; what it shows is planned whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 from ...config import RunConfig
-from ...mpu.fake_group import fake_mesh
+from ...models import Layer
+from ...mpu.grid import Grid
 from ...pipeline.instruction import Op
-from ...planning.run_model import DTYPES, boundary_shape, describe_layers
+from ...planning.run_model import DTYPES, boundary_shape
 from ...planning.run_plan import RunPlan, microbatches_of, plan_run
 from .cluster import Cluster
 from .layer_record import BEHIND, FRONT, LayerRecord, Records
@@ -38,7 +39,7 @@ class LayoutEstimate:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Sums over the layers of one pipeline rank."""
+    """Sums over the layers of one pipeline rank; at_work: bytes that a stage needs beside what it keeps."""
 
     seconds: float = 0.0
     parameters: int = 0
@@ -46,13 +47,24 @@ class _Totals:
     kept: int = 0
     at_work: int = 0
 
-    def plus(self, record: LayerRecord, seconds: float) -> "_Totals":
+    def plus(self, layers: Sequence[tuple[LayerRecord, float]]) -> "_Totals":
+        """Return the sums with the layers of one more stage, and their seconds.
+
+        While a layer runs, only the layers before it keep something: those behind it have not begun, or their
+        backward is over.
+        """
+        records = [record for record, _ in layers]
+        behind = accumulate(record.kept for record in reversed(records))
+        at_work = max(
+            record.at_work + record.kept - kept
+            for record, kept in zip(reversed(records), behind, strict=True)
+        )
         return _Totals(
-            self.seconds + seconds,
-            self.parameters + record.parameters,
-            self.of_experts + record.of_experts,
-            self.kept + record.kept,
-            max(self.at_work, record.at_work),
+            self.seconds + sum(seconds for _, seconds in layers),
+            self.parameters + sum(record.parameters for record in records),
+            self.of_experts + sum(record.of_experts for record in records),
+            self.kept + sum(record.kept for record in records),
+            max(self.at_work, at_work),
         )
 
 
@@ -72,17 +84,18 @@ def seconds_of_sorts(
 
 def estimate(
     config: RunConfig,
+    layers: Sequence[Layer],
     records: Records,
     seconds: Mapping[str, float],
     cluster: Cluster,
 ) -> LayoutEstimate:
-    """Return the estimate for a configuration whose layers have these records and seconds.
+    """Return the estimate for a configuration with these layers, which have these records and seconds.
 
     Raises LayoutError or ConfigError for a model that cannot be cut into the stages.
     """
     grid = config.grid()
     links = Links(cluster, grid)
-    plan = plan_run(config, describe_layers(config, fake_mesh(grid, 0)))
+    plan = plan_run(config, layers)
     ranks = _totals_of_ranks(plan, records, seconds)
     microbatches = microbatches_of(config)
     # The slowest rank sets the pace; the others wait until the first micro-batch arrives, and at the end.
@@ -93,10 +106,11 @@ def estimate(
     pipeline += 2 * (len(ranks) - 1) * message
     largest = max(rank.parameters for rank in ranks)
     behind = _reduction_seconds(config, largest, links, ranks[0].seconds)
-    update = max(_update_seconds(config, rank, cluster) for rank in ranks)
+    states = [sum(_state(config, grid, rank)) for rank in ranks]
+    update = max(_update_seconds(config, grid, rank, cluster) for rank in ranks)
     peak = max(
-        _peak(config, rank, at, len(ranks), microbatches, plan.shape.chunks)
-        for at, rank in enumerate(ranks)
+        state + _activations(rank, at, len(ranks), microbatches, plan.shape.chunks)
+        for at, (rank, state) in enumerate(zip(ranks, states, strict=True))
     )
     return LayoutEstimate(pipeline + behind + update, peak)
 
@@ -108,8 +122,8 @@ def _totals_of_ranks(
     ranks = [_Totals() for _ in range(plan.shape.size)]
     for stage, (begin, end) in enumerate(pairwise(plan.bounds)):
         at = plan.shape.placement[stage]
-        for sort in _sorts(plan, begin, end):
-            ranks[at] = ranks[at].plus(records[sort], seconds[sort])
+        sorts = _sorts(plan, begin, end)
+        ranks[at] = ranks[at].plus([(records[sort], seconds[sort]) for sort in sorts])
     return ranks
 
 
@@ -148,8 +162,8 @@ def _reduction_seconds(
     reduced = links.seconds(operation, "dp-cp", size, gradients)
     # Most of it is hidden behind the last backward.
     if config.zero.overlap_comm is not False:
-        hidden = BACKWARD_SHARE * last
-        reduced = max(0.0, reduced - hidden)
+        hidden = min(reduced, BACKWARD_SHARE * last) * links.cluster.overlap
+        reduced -= hidden
     if not stage:
         return reduced
     weights = parameters * DTYPES[optimizer.params_dtype].itemsize
@@ -157,7 +171,7 @@ def _reduction_seconds(
     return reduced + gathered
 
 
-def _state(config: RunConfig, rank: _Totals) -> tuple[float, float, float]:
+def _state(config: RunConfig, grid: Grid, rank: _Totals) -> tuple[float, float, float]:
     """Bytes of (weights, gradients, masters and moments) of a rank."""
     optimizer = config.optimizer
     weight = DTYPES[optimizer.params_dtype].itemsize
@@ -166,7 +180,6 @@ def _state(config: RunConfig, rank: _Totals) -> tuple[float, float, float]:
     if weight < FP32:
         kept += FP32  # a master of each weight
     # Stage 1 divides the last of these, 2 the gradients as well, 3 all: over the ranks that hold the same ones.
-    grid = config.grid()
     held = rank.parameters
     shard = (held - rank.of_experts) / grid.size("dp", "cp")
     shard += rank.of_experts / grid.size("edp")
@@ -178,27 +191,23 @@ def _state(config: RunConfig, rank: _Totals) -> tuple[float, float, float]:
     )
 
 
-def _update_seconds(config: RunConfig, rank: _Totals, cluster: Cluster) -> float:
-    weights, gradients, kept = _state(config, rank)
+def _update_seconds(
+    config: RunConfig, grid: Grid, rank: _Totals, cluster: Cluster
+) -> float:
+    weights, gradients, kept = _state(config, grid, rank)
     moved = 2 * (kept + gradients) + weights
     device = cluster.device
     bandwidth = device.bandwidth * device.constants.memory
     return moved / bandwidth
 
 
-def _peak(
-    config: RunConfig,
-    rank: _Totals,
-    at: int,
-    ranks: int,
-    microbatches: int,
-    chunks: int,
+def _activations(
+    rank: _Totals, at: int, ranks: int, microbatches: int, chunks: int
 ) -> float:
-    """Return the bytes of a pipeline rank under 1F1B, interleaved if it has several stages."""
+    """Return the bytes that a pipeline rank keeps and works on, under 1F1B, interleaved if it has several stages."""
     each = rank.kept / chunks
     alive = min(microbatches, ranks - at) * chunks
     if chunks > 1:
         warm_up = 2 * (ranks - at - 1) + (chunks - 1) * ranks
         alive = min(microbatches * chunks, warm_up + 1)
-    state = sum(_state(config, rank))
-    return state + alive * each + rank.at_work
+    return alive * each + rank.at_work

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...config import RunConfig
+from ...config.run import sections
 from ...models import Layer, build_stage
 from ...mpu.fake_group import fake_mesh
 from ...mpu.managed_parameter import spec_of
@@ -26,7 +27,15 @@ from ...planning.fake_stages import StageRunner, without_memory
 from ...planning.run_model import describe_layers
 from ...planning.run_plan import PipelineShape, plan_run
 from ...version import __version__
-from .recorded_work import Awaited, Begun, Call, Event, StageWork, WorkRecorder
+from .recorded_work import (
+    Allocated,
+    Awaited,
+    Begun,
+    Call,
+    Event,
+    StageWork,
+    WorkRecorder,
+)
 
 FRONT = "in front of the blocks"
 BEHIND = "behind the blocks"
@@ -102,7 +111,7 @@ def _record(runner: StageRunner, number: int, layers: Sequence[Layer]) -> LayerR
 
 
 class RecordCache:
-    """Records in files, a file for each layout of the work of a layer. folder: None for the user's cache."""
+    """Records, and numbers of plans, in files, a file for each key. folder: None for the user's cache."""
 
     def __init__(self, folder: Path | None = None):
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -111,16 +120,26 @@ class RecordCache:
     def find(self, key: str) -> dict[str, LayerRecord] | None:
         """Return the records of a key; None if there are none, or none that can be read."""
         try:
-            values = json.loads((self.folder / f"{key}.json").read_text("utf-8"))
-            return {sort: _record_of(value) for sort, value in values.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            values = self.read(key) or {}
+            found = {sort: _record_of(value) for sort, value in values.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
             return None
+        return found or None
 
     def keep(self, key: str, records: Records) -> None:
-        """Write records; a folder that cannot be written is left out."""
-        text = json.dumps(
-            {sort: _values_of(record) for sort, record in records.items()}
-        )
+        """Write records, as `write` does."""
+        self.write(key, {sort: _values_of(record) for sort, record in records.items()})
+
+    def read(self, key: str) -> Any:
+        """Return the values of a file; None if there is none, or none of JSON."""
+        try:
+            return json.loads((self.folder / f"{key}.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def write(self, key: str, values: Any) -> None:
+        """Write values as JSON; a folder that cannot be written is left out."""
+        text = json.dumps(values)
         path = self.folder / f"{key}.json"
         beside = path.with_name(f"{key}.{os.getpid()}")
         try:
@@ -131,14 +150,23 @@ class RecordCache:
             return
 
 
-def key_of(config: RunConfig, device: str) -> str:
-    """Return a name for the records of a configuration: it changes with whatever changes them."""
+# Sections of which neither the work of a layer nor a plan depends.
+_LEFT_OUT = frozenset({"checkpoint", "logging"})
+
+
+def key_of(config: RunConfig, *more: Any) -> str:
+    """Return a name for what was found of a configuration: it changes with whatever may change that.
+
+    more: the planned device, and other values on which it depends
+    """
     settings = {
-        name: asdict(getattr(config, name))
-        for name in ("model", "train", "parallel", "optimizer")
+        name: asdict(config.section(name))
+        for name in sections()
+        if name not in _LEFT_OUT
     }
+    versions = __version__, torch.__version__
     text = json.dumps(
-        [__version__, torch.__version__, device, settings], sort_keys=True, default=str
+        [versions, config.world_size, settings, more], sort_keys=True, default=str
     )
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -153,7 +181,13 @@ def _values_of(record: LayerRecord) -> dict[str, Any]:
 
 
 _NUMBERS = ("parameters", "of_experts", "kept", "at_work")
-_KINDS = {"computed": Call, "begun": Begun, "awaited": Awaited}
+_KINDS = {
+    "computed": Call,
+    "begun": Begun,
+    "awaited": Awaited,
+    "allocated": Allocated,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def _event_values(event: Event) -> list[Any]:
@@ -169,8 +203,7 @@ def _event_values(event: Event) -> list[Any]:
             work.nbytes,
             dtype,
         ]
-    kind = "begun" if isinstance(event, Begun) else "awaited"
-    return [kind, *event]
+    return [_NAMES[type(event)], *event]
 
 
 def _record_of(values: Mapping[str, Any]) -> LayerRecord:

@@ -2,7 +2,8 @@
 
 Collectives are rings. A ring that stays on one host has the links inside it. One over several hosts crosses from host
 to host once for each host: its ranks on a host share that crossing, and the adapters of all devices of the host are
-shared by the rings that cross at the same time, so each rank adds its own share.
+shared by the rings that cross at the same time, so each rank adds its own share. Ranks of one host without GPUs pass
+activations through its memory: these may have a speed of their own.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...mpu.grid import Grid
-from ...mpu.group import RING_FACTOR
+from ...mpu.group import ACTIVATION_AXES, RING_FACTOR
 from .cluster import Cluster
 
 SEND = "send"
@@ -46,13 +47,14 @@ class Links:
         key = axes, size
         if key not in self._known:
             ranks = self._ranks(axes, size)
-            self._known[key] = self._speed_of(ranks)
+            self._known[key] = self._speed_of(ranks, axes in ACTIVATION_AXES)
         return self._known[key]
 
-    def _speed_of(self, ranks: Sequence[int]) -> float:
+    def _speed_of(self, ranks: Sequence[int], is_activation: bool) -> float:
         cluster = self.cluster
         hosts = Counter(int(rank // cluster.devices_per_host) for rank in ranks)
-        inside = cluster.inside * cluster.link
+        of_host = cluster.activations if is_activation else 0.0
+        inside = (of_host or cluster.inside) * cluster.link
         if len(hosts) == 1:
             return inside
         outside = cluster.outside * cluster.link

@@ -3,6 +3,7 @@
     Call   a call: its name, the implementation, its work
     Begun      a message of a group within the layers begins
     Awaited    the code waits for that message
+    Allocated  a large block of memory of a processor, which some runs return when they free it
 
 in the order in which the code makes them, for each phase of the schedule: forward, whole backward, and where it is
 split its input half and its weight half. Operations of torch are seen as they are called, with those of autograd;
@@ -13,12 +14,13 @@ one is recorded as it is.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 
+from ...host.allocator import OWN_PAGES_BYTES
 from ...host.dispatch_mode import DispatchMode
 from ...host.fake_cpu import DEVICE_OF
 from ...mpu.group import Group, Traffic
@@ -54,7 +56,13 @@ class Awaited(NamedTuple):
     number: int
 
 
-Event = Call | Begun | Awaited
+class Allocated(NamedTuple):
+    """A new block of memory of a processor, so large that the allocator may give it pages of its own."""
+
+    nbytes: int
+
+
+Event = Call | Begun | Awaited | Allocated
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,8 @@ class WorkRecorder(DispatchMode):
         if function is not DEVICE_OF and not _is_free(function):
             work = _work_of(function, args, kwargs, result)
             self.called(function.overloadpacket.__name__, "torch", work)
+        if function is not DEVICE_OF and _makes_tensors(function):
+            self._events += map(Allocated, _large_blocks(result))
         return result
 
 
@@ -210,6 +220,25 @@ def _is_free(function: OpOverload) -> bool:
         found = is_view or function.overloadpacket.__name__ in _FREE_NAMES
         _free[function] = found
     return found
+
+
+# Operations whose results share memory with an argument, without a mark in their schema.
+_SHARING_NAMES = frozenset("_unsafe_view lift_fresh _reshape_alias".split())
+
+
+@cache
+def _makes_tensors(function: OpOverload) -> bool:
+    """Return whether results are in new memory, rather than in that of an argument."""
+    is_shared = any(made.alias_info is not None for made in function._schema.returns)
+    return not is_shared and function.overloadpacket.__name__ not in _SHARING_NAMES
+
+
+def _large_blocks(result: Any) -> Iterator[int]:
+    """Yield the bytes of new blocks of a processor that have pages of their own."""
+    for tensor in tensors_in((result,)):
+        nbytes = bytes_of(tensor)
+        if nbytes >= OWN_PAGES_BYTES and tensor.device.type == "cpu":
+            yield nbytes
 
 
 def _work_of(function: OpOverload, args: tuple, kwargs: dict, result: Any) -> CallWork:

@@ -6,19 +6,20 @@ plans      of the layouts with the best estimates, whole, with their seconds (st
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
 from math import gcd
 
 from ...config import RunConfig
 from ...errors import MegatronDSError
+from ...mpu.fake_group import fake_mesh
+from ...planning.run_model import describe_layers
 from ..dry_run.world_plan import plan_world
 from .cluster import Cluster
 from .estimate import LayoutEstimate, estimate, seconds_of_sorts
 from .layer_record import LayerRecord, RecordCache, key_of, record_layers
 from .layouts import SOURCE, RunLayout, is_accepted, layouts, with_layout
 from .recorded_work import WorkRecorder
-from .step_time import StepTime, step_time
+from .step_time import in_run, step_time
 
 MARGIN = 1.03  # of the memory, up to which an estimate is worth a plan
 FURTHER = 3  # plans beyond those that are shown, as estimates are not exact
@@ -84,12 +85,15 @@ class Search:
         if records is None:
             return []
         first = with_layout(self.config, group[0], self.ranks)
-        seconds = seconds_of_sorts(records, self.cluster, first)
+        cluster = in_run(self.cluster, first, self.device)
+        seconds = seconds_of_sorts(records, cluster, first)
+        # Neither pipelines nor ZeRO change the layers.
+        layers = describe_layers(first, fake_mesh(first.grid(), 0))
         found = []
         for layout in group:
             config = with_layout(self.config, layout, self.ranks)
             try:
-                estimated = estimate(config, records, seconds, self.cluster)
+                estimated = estimate(config, layers, records, seconds, self.cluster)
             except MegatronDSError:  # a cut that has no layers for some stage
                 continue
             found.append(Tried(layout, config, estimated))
@@ -115,26 +119,40 @@ class Search:
                 self.cache.keep(key, records)
         return records
 
+    def may_fit(self, one: Tried) -> bool:
+        """Return whether an estimate is small enough for a plan."""
+        return one.estimate.peak <= MARGIN * self.cluster.device.memory
+
     def best(self, tried: Sequence[Tried], top: int) -> list[PlannedLayout]:
         """Plan the layouts with the best estimates whole; the fastest that fit first, at most `top`."""
-        memory = self.cluster.device.memory
-        small = [one for one in tried if one.estimate.peak <= MARGIN * memory]
+        small = filter(self.may_fit, tried)
         accepted = (one for one in small if is_accepted(one.config))
-        candidates = list(islice(accepted, top + FURTHER))
-        planned = []
-        for one in self.progress("plans", candidates, len(candidates)):
-            planned.append(self._planned(one))
-        fitting = [found for found in planned if found.fits]
+        # Estimates leave out some memory: the search ends when enough plans fit.
+        fitting: list[PlannedLayout] = []
+        for one in self.progress("plans", accepted, top + FURTHER):
+            found = self._planned(one)
+            if found.fits:
+                fitting.append(found)
+            if len(fitting) == top + FURTHER:
+                break
         return sorted(fitting, key=lambda found: found.seconds)[:top]
 
     def _planned(self, one: Tried) -> PlannedLayout:
-        plan = plan_world(one.config, 0, self.device, WorkRecorder)
-        time: StepTime = step_time(plan, self.cluster)
-        peak = plan.worst.peak
-        return PlannedLayout(
-            one.layout,
-            time.seconds,
-            peak,
-            peak <= self.cluster.device.memory,
-            time.mfu,
-        )
+        key = key_of(one.config, self.device, asdict(self.cluster))
+        found = self.cache.read(key) if self.cache else None
+        if not _is_plan(found):
+            plan = plan_world(one.config, 0, self.device, WorkRecorder)
+            time = step_time(plan, self.cluster)
+            found = [time.seconds, plan.worst.peak, time.mfu]
+            if self.cache:
+                self.cache.write(key, found)
+        seconds, peak, mfu = found
+        fits = peak <= self.cluster.device.memory
+        return PlannedLayout(one.layout, seconds, peak, fits, mfu)
+
+
+def _is_plan(values: object) -> bool:
+    """Return whether values of a file are three numbers: seconds, bytes and the MFU of a plan."""
+    if not isinstance(values, list):
+        return False
+    return [type(value) for value in values] == [float, int, float]

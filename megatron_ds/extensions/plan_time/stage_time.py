@@ -1,7 +1,9 @@
 """Seconds of a phase of a stage: its events, on a device that computes and sends at the same time.
 
-Call   the device is busy until it is done
-Begun      the message starts when the messages before it have arrived and the device has come so far
+Call       the device is busy until it is done
+Allocated  it is busy until the pages are there, where a run returns freed memory
+Begun      the message starts when the messages before it have arrived and the device has come so far; it keeps the
+           device for the part that does not overlap
 Awaited    the device waits until that message has arrived
 """
 
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 
 from .device import Device
 from .link_time import Links
-from .recorded_work import Awaited, Begun, Call, Event
+from .recorded_work import Allocated, Awaited, Begun, Call, Event
 from .work_time import seconds_of
 
 
@@ -32,27 +34,40 @@ def phase_time(events: Iterable[Event], device: Device, links: Links) -> PhaseTi
     found = PhaseTime()
     clock = 0.0
     sent = 0.0
+    busy = 1 - links.cluster.overlap
     arrivals: dict[int, tuple[float, str]] = {}
     for event in events:
         if isinstance(event, Call):
             seconds = seconds_of(event.work, device)
             kind = kind_of(event)
-            found.by_kind[kind] = found.by_kind.get(kind, 0.0) + seconds
+            _add(found.by_kind, kind, seconds)
+            clock += seconds
+        elif isinstance(event, Allocated):
+            seconds = event.nbytes * device.constants.page
+            _add(found.by_kind, "new pages", seconds)
             clock += seconds
         elif isinstance(event, Begun):
-            sent = max(clock, sent) + links.seconds(
+            passing = links.seconds(
                 event.operation, event.axes, event.size, event.nbytes
             )
+            sent = max(clock, sent) + passing
             arrivals[event.number] = sent, event.axes
+            held = passing * busy
+            clock += held
+            _add(found.waits, event.axes, held)
         elif isinstance(event, Awaited):
             # A message that has arrived costs nothing.
             arrival, axes = arrivals.get(event.number, (clock, ""))
             waited = max(0.0, arrival - clock)
-            if waited:
-                found.waits[axes] = found.waits.get(axes, 0.0) + waited
+            _add(found.waits, axes, waited)
             clock += waited
     found.seconds = max(clock, sent)
     return found
+
+
+def _add(seconds: dict[str, float], name: str, value: float) -> None:
+    if value:
+        seconds[name] = seconds.get(name, 0.0) + value
 
 
 def kind_of(event: Call) -> str:

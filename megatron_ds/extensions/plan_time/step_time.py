@@ -1,7 +1,7 @@
 """`StepTime`: seconds of a planned step, by what they are spent on.
 
     stages        each phase of each stage takes what its recorded events take (stage_time.py). Gathers of ZeRO stage 3,
-                  and reductions that follow each micro-batch, take at least their bytes
+                  and reductions that follow each micro-batch, take at least their bytes, and what does not overlap
     schedule      the schedule of the plan, simulated with these times and those of its transfers
     gradients     are reduced while the last backward of a stage runs, and what follows it on its rank, or behind all
                   backwards without --overlap-grad-reduce
@@ -11,15 +11,18 @@
 Gradients of the whole step of a rank are in its plan, so the reductions are those that the run will make.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ...config import RunConfig
 from ...pipeline.instruction import COMPUTE, SENDS, Instruction, Op
 from ...pipeline.simulate import Simulation, simulate
 from ...planning.flops import layers_of_run, model_flops
 from ...planning.rank_plan import RankPlan
 from ...planning.run_model import DTYPES, boundary_shape
+from ...training.distributed import is_memory_scarce
 from ...zero.settings import ZeroSettings
 from ..dry_run.world_plan import WorldPlan
 from .cluster import Cluster
@@ -105,9 +108,9 @@ class StepTime:
         seconds: dict[str, float] = {}
         ranks = len(self.plan.schedule)
         for program in self.plan.schedule:
-            for i in program:
-                if i.op in COMPUTE:
-                    _add_phase(seconds, self.phases[i.stage][i.op], 1 / ranks)
+            counts = Counter((i.stage, i.op) for i in program if i.op in COMPUTE)
+            for (stage, op), count in counts.items():
+                _add_phase(seconds, self.phases[stage][op], count / ranks)
         busy = sum(seconds.values())
         seconds["bubble"] = max(0.0, self.pipeline - busy)
         seconds["data-parallel traffic"] = self.reduction + self.gather
@@ -141,6 +144,7 @@ TRAFFIC = {
 def step_time(plan: WorldPlan, cluster: Cluster) -> StepTime:
     """Return the time of a step of a plan whose stages were recorded."""
     # What each phase of each stage takes.
+    cluster = in_run(cluster, plan.config, plan.device)
     links = Links(cluster, plan.grid, plan.rank)
     ranks = plan.pipeline_ranks
     phases = _phases(plan, cluster, links, ranks)
@@ -170,6 +174,14 @@ def step_time(plan: WorldPlan, cluster: Cluster) -> StepTime:
     )
 
 
+def in_run(cluster: Cluster, config: RunConfig, device: str) -> Cluster:
+    """Return the cluster with the constants of a run: new pages take time where a processor's memory is scarce."""
+    if device == "cpu" and is_memory_scarce(config):
+        return cluster
+    keeping = cluster.device.constants.keeping_pages()
+    return replace(cluster, device=replace(cluster.device, constants=keeping))
+
+
 def _phases(
     plan: WorldPlan, cluster: Cluster, links: Links, ranks: Sequence[RankPlan]
 ) -> list[dict[Op, PhaseTime]]:
@@ -189,17 +201,17 @@ def _phases(
         )
         found.append(
             {
-                phase: _at_least(time, least.get(phase, 0.0))
+                phase: _at_least(time, least.get(phase, 0.0), cluster.overlap)
                 for phase, time in known[id(work)].items()
             }
         )
     return found
 
 
-def _at_least(time: PhaseTime, seconds: float) -> PhaseTime:
-    if seconds <= time.seconds:
-        return time
-    return PhaseTime(seconds, time.waits, time.by_kind)
+def _at_least(time: PhaseTime, seconds: float, overlap: float) -> PhaseTime:
+    """Return a phase with messages of some seconds beside it."""
+    whole = max(seconds, time.seconds + (1 - overlap) * seconds)
+    return PhaseTime(whole, time.waits, time.by_kind)
 
 
 def _least_seconds(plan: WorldPlan, rank: RankPlan, links: Links) -> dict[Op, float]:
@@ -275,7 +287,7 @@ def _reduction_behind(
         one = its_own * min(1.0, bucket / max(1, parameters[stage]))
         begun = max(clock, simulation.starts[at][number])
         clock = max(begun + its_own, ends[number] + one)
-    return clock
+    return max(clock, done + (1 - links.cluster.overlap) * whole)
 
 
 def _elements(plan: WorldPlan, stage: int) -> int:
