@@ -121,7 +121,10 @@ def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
 
 
 def measure(wanted: list[CpuLayout], rounds: int, out: Path) -> None:
-    """Append the steps of the layouts to a file, a line for each training."""
+    """Append the steps of the layouts to a file, a line for each training.
+
+    A slow minute of the machine is in one round of a layout alone.
+    """
     for number in range(rounds):
         for layout in wanted:
             seconds = measured(layout)
@@ -145,7 +148,10 @@ def planned(layout: CpuLayout, cluster: Cluster) -> StepTime:
 def lines(
     steps: dict[str, list[float]], cluster: Cluster, with_shares: bool
 ) -> Iterator[str]:
-    """Yield a table of Markdown, the errors, and the fastest layout of each workload."""
+    """Yield a table of Markdown, the errors, and the fastest layout of each workload.
+
+    steps: key of a layout → the seconds of its steps
+    """
     yield "| workload, layout | measured s (quarters) | planned s | error |"
     yield "|---|---|---|---|"
     found: dict[str, tuple[float, float]] = {}
@@ -172,7 +178,10 @@ def lines(
 
 
 def _fastest(found: dict[str, tuple[float, float]]) -> Iterator[str]:
-    """Yield which layout of each workload is the fastest, by stopwatch and by plan."""
+    """Yield which layout of each workload is the fastest, by stopwatch and by plan.
+
+    found: key of a layout → (measured, planned) seconds
+    """
     for workload in dict.fromkeys(layout.workload for layout in LAYOUTS):
         keys = [key for key in found if key.startswith(f"{workload}, ")]
         if not keys:

@@ -94,6 +94,9 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         """Return an entry. Raises ConfigError with the most similar name."""
+        # Plans of large models look up the same entries thousands of times.
+        if name in self._things:
+            return self._things[name]
         modules = self._of_modules()
         listed = self.name_of(name)
         if listed not in self._things and listed in modules:
@@ -110,6 +113,8 @@ class Registry(Generic[T]):
 
     def name_of(self, name: str) -> str:
         """Return the listed name for a name or an alias."""
+        if name in self._things:
+            return name
         return self._all_aliases().get(name, name)
 
     def __contains__(self, name: str) -> bool:

@@ -61,7 +61,10 @@ class Clock:
     transport: Transport | None = None
 
     def seconds(self, function: Callable[[], object]) -> float:
-        """Return the median of some calls, as a mean of the ranks. Collective."""
+        """Return the median of some calls, as a mean of the ranks. Collective.
+
+        All ranks begin a call together.
+        """
         found = []
         # The first call loads what later ones have.
         for _ in range(REPEATS + 1):
@@ -92,7 +95,10 @@ class Clock:
 
 
 def product_speed(clock: Clock, dtype: torch.dtype) -> float:
-    """Return FLOP/s of the products of a linear layer: forward, gradients of its input and of its weight."""
+    """Return FLOP/s of the products of a linear layer: forward, gradients of its input and of its weight.
+
+    Its sizes are no powers of two on CPUs, at which rows compete for the same lines of a cache.
+    """
     kind = clock.device.type
     rows = ROWS[kind]
     width = WIDTH[kind]
@@ -307,7 +313,10 @@ def _started(
 
 
 def spawned(ranks: int, keeps: bool) -> dict[str, Any]:
-    """Return the values that new processes measure at the same time."""
+    """Return the values that new processes measure at the same time.
+
+    keeps: whether their allocators keep freed memory, which is decided once in a process
+    """
     answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:

@@ -277,6 +277,8 @@ class StageRunner:
     ) -> StageRun:
         """Run a micro-batch on the modules of some layers, as stage `index`."""
         stage = self._stage(index, modules)
+        recorder = self.recorder(self.mesh.traffic) if self.recorder else None
+        recorded = recorder.phase if recorder else _unrecorded
         with LiveBytes() as live:
             # kept until both micro-batches are measured, as in a step
             batches = []
@@ -287,7 +289,9 @@ class StageRunner:
                 before = live.now()
                 waiting = bytes_in_host(modules)
                 older = live.sizes()
-                losses.append(self._forward(stage, batches[-1], microbatch))
+                # The first one also computes what a stage has once, so the second one is recorded.
+                with _unrecorded(Op.F) if microbatch else recorded(Op.F):
+                    losses.append(self._forward(stage, batches[-1], microbatch))
             # The first micro-batch also allocated what a stage has once, so only the second one counts.
             kept = live.now() - before
             waiting = bytes_in_host(modules) - waiting
@@ -296,7 +300,7 @@ class StageRunner:
         if self.only_forward:
             return StageRun(kept, in_host=waiting)
         del stage.live[1]
-        self._backward(stage)
+        self._backward(stage, recorded)
         traffic = Traffic()
         traffic.add_all(self.mesh.traffic)
         metrics = frozenset(entry.name for entry in stage.entries)
@@ -307,20 +311,8 @@ class StageRunner:
             traffic,
             metrics,
             waiting,
-            self._work(stage),
+            recorder.stage_work() if recorder else None,
         )
-
-    def _work(self, stage: Stage) -> Any:
-        """Record one more micro-batch: the first ones allocate and compute what a stage has once."""
-        if self.recorder is None:
-            return None
-        recorder = self.recorder(self.mesh.traffic)
-        batch = planned_batch(self.config, self.device)
-        with recorder.phase(Op.F):
-            loss = self._forward(stage, batch)
-        self._backward(stage, recorder.phase)
-        del loss
-        return recorder.stage_work()
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
         """Measure (at_work, the workspace in it) on one layer of each sort, since more layers only add to `kept`. Of

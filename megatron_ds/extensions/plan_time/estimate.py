@@ -10,7 +10,7 @@ A search orders layouts by these numbers; what it shows is planned whole.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 
 from ...config import RunConfig
@@ -18,7 +18,7 @@ from ...models import Layer
 from ...mpu.grid import Grid
 from ...pipeline.instruction import Op
 from ...planning.run_model import DTYPES, boundary_shape
-from ...planning.run_plan import RunPlan, microbatches_of, plan_run
+from ...planning.run_plan import PipelineShape, RunPlan, microbatches_of, plan_run
 from .cluster import Cluster
 from .layer_record import BEHIND, FRONT, LayerRecord, Records
 from .link_time import Links
@@ -53,19 +53,18 @@ class _Totals:
         While a layer runs, only the layers before it keep something: those behind it have not begun, or their
         backward is over.
         """
-        records = [record for record, _ in layers]
-        behind = accumulate(record.kept for record in reversed(records))
-        at_work = max(
-            record.at_work + record.kept - kept
-            for record, kept in zip(reversed(records), behind, strict=True)
-        )
-        return _Totals(
-            self.seconds + sum(seconds for _, seconds in layers),
-            self.parameters + sum(record.parameters for record in records),
-            self.of_experts + sum(record.of_experts for record in records),
-            self.kept + sum(record.kept for record in records),
-            max(self.at_work, at_work),
-        )
+        found = vars(self).copy()
+        # From the last layer on, with what those from each on keep.
+        from_here = 0
+        for record, seconds in reversed(layers):
+            from_here += record.kept
+            beside = record.at_work + record.kept - from_here
+            found["at_work"] = max(found["at_work"], beside)
+            found["seconds"] += seconds
+            found["parameters"] += record.parameters
+            found["of_experts"] += record.of_experts
+            found["kept"] += record.kept
+        return _Totals(**found)
 
 
 def seconds_of_sorts(
@@ -106,12 +105,13 @@ def estimate(
     pipeline += 2 * (len(ranks) - 1) * message
     largest = max(rank.parameters for rank in ranks)
     behind = _reduction_seconds(config, largest, links, ranks[0].seconds)
-    states = [sum(_state(config, grid, rank)) for rank in ranks]
     update = max(_update_seconds(config, grid, rank, cluster) for rank in ranks)
-    peak = max(
-        state + _activations(rank, at, len(ranks), microbatches, plan.shape.chunks)
-        for at, (rank, state) in enumerate(zip(ranks, states, strict=True))
-    )
+    # The rank that needs the most memory.
+    peak = 0.0
+    for at, rank in enumerate(ranks):
+        state = sum(_state(config, grid, rank))
+        activations = _activations(rank, at, plan.shape, microbatches)
+        peak = max(peak, state + activations)
     return LayoutEstimate(pipeline + behind + update, peak)
 
 
@@ -202,9 +202,14 @@ def _update_seconds(
 
 
 def _activations(
-    rank: _Totals, at: int, ranks: int, microbatches: int, chunks: int
+    rank: _Totals, at: int, shape: PipelineShape, microbatches: int
 ) -> float:
-    """Return the bytes that a pipeline rank keeps and works on, under 1F1B, interleaved if it has several stages."""
+    """Return the bytes that a pipeline rank keeps and works on, under 1F1B, interleaved if it has several stages.
+
+    at: its position in the pipeline
+    """
+    ranks = shape.size
+    chunks = shape.chunks
     each = rank.kept / chunks
     alive = min(microbatches, ranks - at) * chunks
     if chunks > 1:

@@ -8,6 +8,7 @@ plans      of the layouts with the best estimates, whole, with their seconds (st
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import gcd
+from typing import TypeGuard
 
 from ...config import RunConfig
 from ...errors import MegatronDSError
@@ -139,19 +140,22 @@ class Search:
 
     def _planned(self, one: Tried) -> PlannedLayout:
         key = key_of(one.config, self.device, asdict(self.cluster))
-        found = self.cache.read(key) if self.cache else None
-        if not _is_plan(found):
-            plan = plan_world(one.config, 0, self.device, WorkRecorder)
-            time = step_time(plan, self.cluster)
-            found = [time.seconds, plan.worst.peak, time.mfu]
-            if self.cache:
-                self.cache.write(key, found)
-        seconds, peak, mfu = found
+        known = self.cache.read(key) if self.cache else None
+        seconds, peak, mfu = known if _is_plan(known) else self._numbers(one, key)
         fits = peak <= self.cluster.device.memory
         return PlannedLayout(one.layout, seconds, peak, fits, mfu)
 
+    def _numbers(self, one: Tried, key: str) -> list[float]:
+        """Plan a layout; return its seconds, bytes and MFU, which the cache then has."""
+        plan = plan_world(one.config, 0, self.device, WorkRecorder)
+        time = step_time(plan, self.cluster)
+        found = [time.seconds, plan.worst.peak, time.mfu]
+        if self.cache:
+            self.cache.write(key, found)
+        return found
 
-def _is_plan(values: object) -> bool:
+
+def _is_plan(values: object) -> TypeGuard[list[float]]:
     """Return whether values of a file are three numbers: seconds, bytes and the MFU of a plan."""
     if not isinstance(values, list):
         return False

@@ -43,10 +43,12 @@ def phase_time(events: Iterable[Event], device: Device, links: Links) -> PhaseTi
             _add(found.by_kind, kind, seconds)
             clock += seconds
         elif isinstance(event, Allocated):
+            # The system clears each page when it is first used.
             seconds = event.nbytes * device.constants.page
             _add(found.by_kind, "new pages", seconds)
             clock += seconds
         elif isinstance(event, Begun):
+            # Messages pass one after the other.
             passing = links.seconds(
                 event.operation, event.axes, event.size, event.nbytes
             )

@@ -175,7 +175,10 @@ def step_time(plan: WorldPlan, cluster: Cluster) -> StepTime:
 
 
 def in_run(cluster: Cluster, config: RunConfig, device: str) -> Cluster:
-    """Return the cluster with the constants of a run: new pages take time where a processor's memory is scarce."""
+    """Return the cluster with the constants of a run: new pages take time where a processor's memory is scarce.
+
+    device: planned, "cpu" or "cuda"
+    """
     if device == "cpu" and is_memory_scarce(config):
         return cluster
     keeping = cluster.device.constants.keeping_pages()
@@ -209,7 +212,10 @@ def _phases(
 
 
 def _at_least(time: PhaseTime, seconds: float, overlap: float) -> PhaseTime:
-    """Return a phase with messages of some seconds beside it."""
+    """Return a phase with messages of some seconds beside it.
+
+    overlap: share of these in which the phase goes on
+    """
     whole = max(seconds, time.seconds + (1 - overlap) * seconds)
     return PhaseTime(whole, time.waits, time.by_kind)
 
@@ -287,6 +293,7 @@ def _reduction_behind(
         one = its_own * min(1.0, bucket / max(1, parameters[stage]))
         begun = max(clock, simulation.starts[at][number])
         clock = max(begun + its_own, ends[number] + one)
+    # What keeps the processors is behind the last backward in any case.
     return max(clock, done + (1 - links.cluster.overlap) * whole)
 
 
