@@ -36,15 +36,26 @@ LEFT_OUT = {
 }
 
 
+def has_equal_tokens(case: dict) -> bool:
+    """Whether tokens that begin documents alike may have equal scores, one of which is dropped: rounding chooses
+    which where tensor-parallel ranks add."""
+    is_divided = case["tp"] > 1
+    return case["documents"] == "apart" and case["experts"] == "probs" and is_divided
+
+
 def cases() -> list[dict]:
     """Random cases, tied and untied by turns, each of other ranks."""
     draw = random.Random(5)
-    found = []
+    drawn: list[dict] = []
+    found: list[dict] = []
     while len(found) < NUMBER:
-        embeddings = ("tied", "untied")[len(found) % 2]
+        embeddings = ("tied", "untied")[len(drawn) % 2]
         options = OPTIONS | LEFT_OUT | {"embeddings": (embeddings,)}
         case = random_case(options, (*RULES, at_most(4)), draw)
-        if case["tp"] * case["cp"] * case["pp"] * case["dp"] > 1:
+        if case["tp"] * case["cp"] * case["pp"] * case["dp"] == 1:
+            continue
+        drawn.append(case)
+        if not has_equal_tokens(case):
             found.append(case)
     return found
 
