@@ -4,10 +4,8 @@ import random
 
 import pytest
 
-from megatron_ds.config import parse
-from megatron_ds.errors import ConfigError
+from tests.harness.drawn_layouts import drawn_layout, is_legal
 from tests.harness.latent_jobs import EXPERTS, LATENT, RUN, SIZES, YARN
-from tests.harness.layout_comparison import parse_layout
 from tests.harness.layout_runs import stray
 from tests.harness.tiny_jobs import TOLERANCE
 
@@ -15,17 +13,6 @@ pytestmark = pytest.mark.threads
 
 STEPS = 3
 LAYOUTS = 40
-MOST_RANKS = 8
-# Of these each value is drawn; combinations that rules refuse are drawn again.
-RANKS = {"tp": (1, 2), "pp": (1, 2), "dp": (1, 2), "cp": (1, 2)}
-PARTS = {
-    "zero": (0, 1, 2, 3),
-    "recompute": (None, "full", "selective"),
-    "offload": (None, None, "cpu"),
-    "logits": (1, 1, 3),
-}
-SCHEDULES = (None, "zb-h1", "zb-v")
-COMM_TYPES = ("p2p", "all_gather", "a2a")
 MODELS = {
     "experts": EXPERTS,
     "dense": ["--num-layers", "3"],
@@ -46,29 +33,8 @@ def job_of(model: str, dropout: float) -> list[str]:
 def drawn(draw: random.Random) -> tuple[str, float, str]:
     """(model, dropout, layout)"""
     model = draw.choice([*MODELS])
-    sizes = {name: draw.choice(values) for name, values in RANKS.items()}
-    found = dict(sizes) | {name: draw.choice(v) for name, v in PARTS.items()}
-    if sizes["tp"] > 1:
-        found["sp"] = draw.choice((0, 1))
-    if sizes["pp"] > 1:
-        found["schedule"] = draw.choice(SCHEDULES)
-    if sizes["cp"] > 1:
-        found["comm_type"] = draw.choice(COMM_TYPES)
-    if model == "experts" and sizes["dp"] > 1:
-        found["ep"] = draw.choice((1, 2))
-    text = ",".join(f"{name}={v}" for name, v in found.items() if v is not None)
-    return model, draw.choice((0.0, 0.1)), text
-
-
-def is_legal(model: str, dropout: float, layout: str) -> bool:
-    request = parse_layout(layout, mbs="1")
-    if not 1 < request.world_size <= MOST_RANKS:
-        return False
-    try:
-        parse([*job_of(model, dropout), *request.flags], world_size=request.world_size)
-    except ConfigError:
-        return False
-    return True
+    layout = drawn_layout(draw, has_experts=model == "experts")
+    return model, draw.choice((0.0, 0.1)), layout
 
 
 def chosen() -> list[tuple[str, float, str]]:
@@ -76,7 +42,7 @@ def chosen() -> list[tuple[str, float, str]]:
     found: dict[tuple[str, float, str], None] = {}
     while len(found) < LAYOUTS:
         case = drawn(draw)
-        if is_legal(*case):
+        if is_legal(job_of(*case[:2]), case[2]):
             found[case] = None
     return [*found]
 
