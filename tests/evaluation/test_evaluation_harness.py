@@ -63,8 +63,33 @@ STATES = dict(
     head_dim=8,
 )
 MAMBA = dict(mamba_n_heads=8, mamba_n_groups=4, mamba_d_state=10, pad_token_id=0)
-# Models that texts are continued with, whose layers have states.
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=12,
+    kv_lora_rank=16,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    first_k_dense_replace=1,
+)
+# Models that texts are continued with, whose layers have states, or keep latents.
 MODELS |= {
+    "deepseek_v2": ("DeepseekV2", SIZES | LATENT | dict(head_dim=4)),
+    "deepseek_v3": ("DeepseekV3", SIZES | LATENT | dict(n_group=2, topk_group=1)),
+    "qwen3_next": (
+        "Qwen3Next",
+        SIZES
+        | STATES
+        | dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=24,
+        ),
+    ),
     "qwen3_5": ("Qwen3_5Text", SIZES | STATES),
     "olmo_hybrid": (
         "OlmoHybrid",
