@@ -2,7 +2,8 @@
 
 Any number of heads; attention of each query is computed on one rank. Forward keeps what attention of one
 process keeps of the rank's tokens: q, k, v, the output and its log-sum-exp. In backward the keys pass by once
-more.
+more. Where less travels in place of keys and values, these are made of each block when it is here
+(`made_keys.KeyMaker`), forward and once more in backward.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from ..ops.attention_tiles import Runs
 from ..ops.key_visibility import KeyVisibility
 from ..ops.partial_attention import Keep, PartialAttention, PartialGradients
 from ..ops.scoring import PLAIN, Scoring
+from ..tensor_parallel.weight_grad import gradient_sums
 from .block_exchange import BlockExchange
+from .made_keys import KeyMaker
 
 
 @dataclass(frozen=True)
@@ -38,16 +41,30 @@ class SharedKeys:
         visible: KeyVisibility,
         scoring: Scoring = PLAIN,
         keep: Keep | None = None,
+        maker: KeyMaker | None = None,
     ) -> torch.Tensor:
         """q [s, b, n, d], k and v [s, b, g, d] of this rank's tokens → [s, b, n * d].
 
         keep: what dropout keeps of a tile; None without dropout
+        maker: makes keys and values of k and v, which then are two parts of any shapes; None: they are keys and values
         """
-        return _Attention.apply(q, k, v, scoring.sink, self, visible, scoring, keep)
+        settings = _Settings(self, visible, scoring, keep, maker)
+        read = () if maker is None else maker.trained
+        return _Attention.apply(q, k, v, scoring.sink, settings, *read)
+
+
+class _Settings(NamedTuple):
+    """What a call has besides tensors."""
+
+    shared: SharedKeys
+    visible: KeyVisibility
+    scoring: Scoring
+    keep: Keep | None
+    maker: KeyMaker | None
 
 
 class _Pair(NamedTuple):
-    """Shapes of keys [s, b, g, d] and values, which travel in one block; their widths may differ."""
+    """Shapes of keys [s, b, g, d] and values, which travel in one block, or of the two parts that they are made of."""
 
     keys: torch.Size
     values: torch.Size
@@ -67,26 +84,29 @@ class _Pair(NamedTuple):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sink, shared, visible, scoring, keep):
+    def forward(ctx, q, k, v, sink, settings, *trained):
+        shared, visible, scoring, keep, maker = settings
         pair = _Pair(k.shape, v.shape)
         own = pair.joined(k, v)
         here = shared.positions[shared.group.rank]
-        partial = PartialAttention(q, here, visible, scoring, keep, v.shape[3])
+        width = v.shape[3] if maker is None else maker.value_width
+        partial = PartialAttention(q, here, visible, scoring, keep, width)
         for owner, block in shared.exchange.forward(own, shared.group):
-            partial.add(*pair.parts(block), shared.positions[owner])
+            parts = pair.parts(block)
+            pass_by = parts if maker is None else maker.made(parts)
+            partial.add(*pass_by, shared.positions[owner])
         out, sums = partial.result()
         ctx.save_for_backward(q, own, sink, out, sums)
-        ctx.shared = shared
         ctx.pair = pair
-        ctx.settings = visible, scoring, keep
+        ctx.settings = settings
+        ctx.trained = trained
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         q, own, sink, out, sums = ctx.saved_tensors
-        shared = ctx.shared
-        visible, scoring, keep = ctx.settings
+        shared, visible, scoring, keep, maker = ctx.settings
         partial = PartialGradients(
             q,
             shared.positions[shared.group.rank],
@@ -98,11 +118,17 @@ class _Attention(torch.autograd.Function):
         )
 
         def add(owner, block, gradient):
-            keys, values = ctx.pair.parts(block)
+            parts = ctx.pair.parts(block)
             totals = ctx.pair.parts(gradient)
-            partial.add(keys, values, shared.positions[owner], totals)
+            of_block = lambda k, v, dkv: partial.add(k, v, shared.positions[owner], dkv)
+            if maker is None:
+                of_block(*parts, totals)
+            else:
+                maker.add_gradients(parts, totals, of_block, weights)
 
-        total = shared.exchange.backward(own, shared.group, add).to(own.dtype)
+        # Weights that keys and values are made with have one gradient, the sum over the blocks.
+        with gradient_sums(ctx.trained) as weights:
+            total = shared.exchange.backward(own, shared.group, add).to(own.dtype)
         dk, dv = ctx.pair.parts(total)
         dsink = None if sink is None else partial.of_sink(sink)
-        return partial.dq.to(q.dtype), dk, dv, dsink, None, None, None, None
+        return partial.dq.to(q.dtype), dk, dv, dsink, None, *weights.deliver()

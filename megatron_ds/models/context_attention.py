@@ -25,6 +25,7 @@ from ..context_parallel.head_exchange import (
     to_heads,
     to_tokens,
 )
+from ..context_parallel.made_keys import KeyMaker
 from ..context_parallel.shared_keys import SharedKeys
 from ..mpu.context import ParallelContext, SequenceSlice
 from ..mpu.group import solo
@@ -87,11 +88,16 @@ class SharedKeysAttention(Core):
         return q, k, v
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        maker: KeyMaker | None = None,
     ) -> torch.Tensor:
         """Attention [sq, b, heads * d] of the queries, keys and values that `arrange` returned.
 
-        Collective over the context-parallel ranks.
+        Collective over the context-parallel ranks. maker: as of `SharedKeys`, without an exchange of heads
         """
         ranks = self.run.size
         first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
@@ -112,6 +118,7 @@ class SharedKeysAttention(Core):
             visible_keys(self.pattern.of_heads(heads), whole),
             scoring,
             self._keep(heads, p, whole) if p else None,
+            maker,
         )
         if ranks > 1:
             out = to_tokens(out.unflatten(2, (len(heads), -1)), self.run).flatten(2)

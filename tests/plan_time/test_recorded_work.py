@@ -33,6 +33,10 @@ SWIGLU = (
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 TWO_TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+LATENTS = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 24 "
+    "--context-parallel-size 2 --cp-comm-type all_gather --disable-bias-linear"
+)
 # Flags, ranks and devices for which the kernels compute what the formulas count.
 CASES = {
     "dense": ("", 1, "cuda cpu"),
@@ -51,6 +55,18 @@ CASES = {
     "ring": ("--context-parallel-size 2", 2, "cuda cpu"),
     "all to all": ("--context-parallel-size 2 --cp-comm-type a2a", 2, "cuda cpu"),
     "gathered": ("--context-parallel-size 2 --cp-comm-type all_gather", 2, "cuda cpu"),
+    "latents": (LATENTS, 2, "cuda cpu"),
+    "latents of a sequence": (f"{LATENTS} {TWO_TENSOR}", 4, "cuda"),
+    "latents, fully recomputed": (
+        f"{LATENTS} --recompute-granularity full",
+        2,
+        "cuda cpu",
+    ),
+    "latents, selectively recomputed": (
+        f"{LATENTS} --recompute-granularity selective",
+        2,
+        "cuda cpu",
+    ),
     "experts": (EXPERTS, 1, "cuda cpu"),
     "divided experts": (f"{EXPERTS} --expert-model-parallel-size 2", 2, "cuda cpu"),
     "grouped experts": (f"{EXPERTS} --moe-grouped-gemm --bf16", 1, "cuda cpu"),

@@ -1,27 +1,32 @@
 """The part of a dry run's text about context parallelism: the tokens of a rank, and what its attention sends
 with each way of sharing keys, values and heads (`models.context_attention.COMM_TYPES`).
 
-The core attention of each block runs alone, forward and backward, without memory and among simulated peers,
-so the bytes are those that the same code sends in a run; tests compare them. Of the divisions of the ranks
-for a2a+p2p the one that sends least is listed.
+The core attention of each block runs alone, or its whole mixer where other parts travel in place of keys and values:
+forward and backward, without memory and among simulated peers. So the bytes are those that the same code sends in a run;
+tests compare them. Of the divisions of the ranks for a2a+p2p the one that sends least is listed.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
+from ...batch.batch import Batch
 from ...config import RunConfig, Source
+from ...config.options.model import ModelConfig
 from ...config.rules.context_parallel import context_parallel
 from ...models import MODELS, Layer
 from ...models.attention import attend, attend_again
 from ...models.context_attention import COMM_TYPES
 from ...models.core_choice import make_core
-from ...models.mixers import HeadSizes, mixer_of
+from ...models.mixers import Mixer, mixer_of
+from ...mpu.context import ParallelContext
 from ...mpu.fake_group import fake_mesh
+from ...ops.attention_pattern import CAUSAL
 from ...planning.fake_stages import without_memory
-from ...planning.run_model import DTYPES, last_step, parallel_context
+from ...planning.made_flops import MadeFlops
+from ...planning.run_model import last_step, model_layers, parallel_context
 from .plan_tables import in_bytes
 from .world_plan import WorldPlan
 
@@ -35,20 +40,23 @@ def attention_bytes(plan: WorldPlan, config: RunConfig | None = None) -> float:
     config = config or plan.config
     sent = 0.0
     counted: Counter[tuple] = Counter()
+    mesh = fake_mesh(plan.grid, plan.rank)
+    layers = model_layers(config, parallel_context(config, mesh))
+    by_name = {layer.name: layer for layer in layers}
     for stage in plan.stages_of(plan.grid.coordinates(plan.rank)["pp"]):
-        counted.update(_blocks(config, stage.layers))
-    for (sizes, *how), number in counted.items():
-        if sizes is not None:
-            sent += (
-                number * plan.microbatches * _bytes_of_core(config, plan, sizes, *how)
-            )
+        counted.update(_blocks(config, [by_name[one.name] for one in stage.layers]))
+    for (mixer, *how), number in counted.items():
+        if mixer.head_sizes(config.model) is not None:
+            each = _bytes_of_block(config, plan, mixer, *how)
+            sent += number * plan.microbatches * each
     return sent
 
 
 def _blocks(
     config: RunConfig, layers: Sequence[Layer]
-) -> Iterator[tuple[HeadSizes | None, str, int, str | None]]:
-    """(sizes of the core, comm type, tokens of a sequence, what is recomputed) of each block of a stage."""
+) -> Iterator[tuple[Mixer, bool, str, int, str | None]]:
+    """(mixer, whether something travels in place of keys and values, comm type, tokens of a sequence, what is
+    recomputed) of each block of a stage."""
     length = config.model.seq_length
     drop = config.kept_tokens
     kinds = config.parallel.cp_comm_type
@@ -61,61 +69,107 @@ def _blocks(
             layer.recompute.num_layers is None or number < layer.recompute.num_layers
         )
         yield (
-            mixer_of(config.model, block).head_sizes(config.model),
+            mixer_of(config.model, block),
+            isinstance(layer.flops(length, 0), MadeFlops),
             kinds[index],
             kept if layer.drops_tokens else length,
             layer.recompute.granularity if recomputes else None,
         )
 
 
-def _bytes_of_core(
+def _bytes_of_block(
     config: RunConfig,
     plan: WorldPlan,
-    sizes: HeadSizes,
+    mixer: Mixer,
+    makes_keys: bool,
     comm_type: str,
     tokens: int,
     granularity: str | None,
 ) -> float:
-    """Return the bytes that the attention core of a block sends for one micro-batch, with the kernels of the
-    planned device."""
+    """Return the bytes that attention of a block sends to context-parallel ranks for one micro-batch, with the
+    kernels of the planned device."""
     mesh = fake_mesh(plan.grid, plan.rank)
     ctx = parallel_context(config, mesh)
     model = replace(config.model, attention_dropout=0.0)
-    # A simulated rank runs the core of one block without allocating memory.
+    # A simulated rank runs the attention of one block without allocating memory.
     with without_memory(plan.device, config.train.kernels) as where:
         batch = (
             MODELS[model.model]
             .data.blank(config.train.micro_batch_size, tokens, where)
             .cut(ctx.slice)
         )
-        # The bytes do not depend on the pattern of sparse attention.
-        core = make_core(model, "attention", ctx, comm_type=comm_type)
-        q, k, v = (
-            torch.empty(
-                batch.seq_length,
-                batch.size,
-                heads // plan.grid.tp,
-                width,
-                device=where,
-                dtype=DTYPES[config.optimizer.params_dtype],
-                requires_grad=True,
-            )
-            for heads, width in (
-                (sizes.heads, sizes.keys),
-                (sizes.groups, sizes.keys),
-                (sizes.groups, sizes.values),
-            )
-        )
-        # A recomputed core sends again.
+        made = _mixed if makes_keys else _attended
+        run = made(model, replace(ctx, device=where), mixer, comm_type, batch)
+        # What is recomputed sends again.
         mesh.traffic.clear()
         if granularity == "full":
             with torch.no_grad():
-                attend(core, q, k, v, batch)
-        out = (attend_again if granularity == "selective" else attend)(
-            core, q, k, v, batch
-        )
+                run(False)
+        out = run(granularity == "selective")
         out.backward(torch.empty_like(out))
-    return sum(mesh.traffic.wire_bytes().values())
+    sent = mesh.traffic.wire_bytes().items()
+    return sum(count for (_, axes, _), count in sent if axes.startswith("cp"))
+
+
+# (whether the core is recomputed) → the output
+Run = Callable[[bool], torch.Tensor]
+
+
+def _attended(
+    model: ModelConfig,
+    ctx: ParallelContext,
+    mixer: Mixer,
+    comm_type: str,
+    batch: Batch,
+) -> Run:
+    """Return a run of the core alone. The bytes do not depend on the pattern of sparse attention."""
+    sizes = mixer.head_sizes(model)
+    assert sizes is not None, "it has scores"
+    core = make_core(model, "attention", ctx, comm_type=comm_type)
+    q, k, v = (
+        torch.empty(
+            batch.seq_length,
+            batch.size,
+            heads // ctx.tp.size,
+            width,
+            device=ctx.device,
+            dtype=ctx.dtype,
+            requires_grad=True,
+        )
+        for heads, width in (
+            (sizes.heads, sizes.keys),
+            (sizes.groups, sizes.keys),
+            (sizes.groups, sizes.values),
+        )
+    )
+    return lambda again: (attend_again if again else attend)(core, q, k, v, batch)
+
+
+def _mixed(
+    model: ModelConfig,
+    ctx: ParallelContext,
+    mixer: Mixer,
+    comm_type: str,
+    batch: Batch,
+) -> Run:
+    """Return a run of the mixer, from hidden states on."""
+    attention = mixer.make(
+        model,
+        "attention",
+        ctx,
+        output_std=1.0,
+        rotary=None,
+        pattern=CAUSAL,
+        comm_type=comm_type,
+    )
+    shape = ctx.slice.hidden_shape(batch.seq_length, batch.size, model.hidden_size)
+    x = torch.empty(shape, device=ctx.device, dtype=ctx.dtype, requires_grad=True)
+
+    def run(again: bool) -> torch.Tensor:
+        attention.recompute_core = again
+        return attention(x, batch)
+
+    return run
 
 
 def other_types(config: RunConfig) -> dict[str, RunConfig | str]:

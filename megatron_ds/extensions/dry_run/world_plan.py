@@ -17,6 +17,7 @@ from ...mpu.param_spec import ParamSpec
 from ...pipeline.instruction import COMPUTE, Schedule, StageCosts
 from ...pipeline.simulate import Simulation, simulate
 from ...planning.fake_stages import FakeStage, MakeRecorder, fake_stages
+from ...planning.made_flops import beside_model
 from ...planning.rank_plan import RankPlan, data_groups, plan_rank
 from ...planning.run_model import describe_layers, last_step
 from ...planning.run_plan import RunPlan, microbatches_of, plan_run, plan_schedule
@@ -126,7 +127,7 @@ class WorldPlan:
 
     @cached_property
     def again_flops(self) -> float:
-        """FLOPs of one sequence that the backward of all layers recomputes."""
+        """FLOPs of one sequence by `recomputed_flops`, of all layers."""
         return sum(recomputed_flops(self.config, stage.layers) for stage in self.stages)
 
 
@@ -191,7 +192,8 @@ def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
-    """FLOPs that recomputation adds to the backward of one sequence, for a stage with these layers."""
+    """FLOPs that recomputation adds to the backward of one sequence, for a stage with these layers, and those that
+    ranks spend on each other's tokens."""
     train = config.train
     length = config.model.seq_length
     dropping = config.kept_tokens
@@ -211,7 +213,13 @@ def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
         if train.recompute_num_layers is None
         else train.recompute_num_layers
     )
-    return sum(map(again, blocks[:most])) + sum(flops.again for flops in blocks[most:])
+    recomputes = train.recompute_granularity is not None
+    beside = sum(
+        beside_model(flops, recomputes and number < most)
+        for number, flops in enumerate(blocks)
+    )
+    recomputed = sum(map(again, blocks[:most]))
+    return beside + recomputed + sum(flops.again for flops in blocks[most:])
 
 
 def wire_bytes(plan: RankPlan) -> float:

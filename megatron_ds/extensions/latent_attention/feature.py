@@ -98,6 +98,7 @@ FEATURES = [
     Feature(
         "latent_attention",
         extends={"model": LatentOptions},
+        is_on=_is_on,
         implies=_if_on(implied),
         rules=rules_if(
             _is_on,
@@ -111,5 +112,6 @@ FEATURES = [
             )
         ],
         mixer=_mixer,
+        layers=own(".latent_flops:with_projections"),
     )
 ]

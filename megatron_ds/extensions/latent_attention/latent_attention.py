@@ -10,6 +10,7 @@ latents; of a head e channels without positions and p rotated ones of queries an
 
 Formulas: DeepSeek-V2 (arXiv:2405.04434), section 2.1 and appendix C. Names of the weights are Megatron's. Ranks
 divide the heads. What leads to the latents is whole on each of them: with sequence parallelism, of its tokens.
+Context-parallel ranks send either k and v, or norm(c) and the rotated k_p, of which each then projects k and v.
 """
 
 from dataclasses import replace
@@ -20,8 +21,9 @@ from torch import nn
 
 from ...batch.batch import Batch
 from ...config.options.model import ModelConfig
+from ...context_parallel.made_keys import KeyMaker
 from ...models.attention import Core, Rotary, attend, attend_again
-from ...models.layer import check_divides
+from ...models.layer import check_divides, recompute
 from ...models.normalization import sized_norm
 from ...mpu.context import ParallelContext
 from ...mpu.param_spec import Matrices
@@ -40,6 +42,7 @@ class LatentAttention(nn.Module):
 
     core            computes attention of the rank's heads
     recompute_core  call the core again in backward instead of keeping what it needs
+    sends_latents   the core takes a `KeyMaker`: latents and what is rotated travel in place of keys and values
     """
 
     core_attention: Core
@@ -53,6 +56,7 @@ class LatentAttention(nn.Module):
         output_std: float,
         rotary: Rotary | None,
         core: Core,
+        sends_latents: bool = False,
     ):
         super().__init__()
         # Sizes.
@@ -61,6 +65,7 @@ class LatentAttention(nn.Module):
         self.ctx = ctx
         self.rotary = rotary
         self.recompute_core = False
+        self.sends_latents = sends_latents
         self.num_heads = check_divides(
             "num_attention_heads", heads, ctx.tp, "each rank holds whole heads"
         )
@@ -105,6 +110,8 @@ class LatentAttention(nn.Module):
         """Attention among the tokens of x; of generated text also to those of `batch.past`."""
         if batch.past is not None:
             return self.linear_proj(self.generated(x, batch))
+        if self.sends_latents and self._is_plain:
+            return self.linear_proj(self._of_latents(x, batch))
         q, k, v = self.heads(x, batch)
         call = attend_again if self.recompute_core else attend
         return self.linear_proj(call(self.core_attention, q, k, v, batch))
@@ -113,14 +120,40 @@ class LatentAttention(nn.Module):
         self, x: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q and k [s, b, n/t, e + p] and v [s, b, n/t, v] of the tokens x [s(/t), b, h]."""
+        q, latent, shared = self._projected(x, batch)
+        return q, *self._keys_values(latent, shared)
+
+    def _of_latents(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x [s(/t), b, h] → [s, b, n/t * v], by keys and values that each rank makes of the latents of all."""
+        weights = (self.linear_kv_up_proj.weight,)
+        maker = KeyMaker(self._keys_values, weights, self.value_parts[1])
+        call = partial(self.core_attention, batch=batch, maker=maker)
+        parts = self._projected(x, batch)
+        return recompute(call, *parts) if self.recompute_core else call(*parts)
+
+    def _projected(
+        self, x: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q [s, b, n/t, e + p], the latent [s(/t), b, r_kv], and the rotated part of the keys [s, b, 1, p]."""
         latent, shared = self.latents(x)
+        q, q_rotated = self.queries(x).split(self.query_parts, -1)
+        q_rotated, shared = self.rotated(q_rotated, shared, batch)
+        return torch.cat((q, q_rotated), -1), latent, shared
+
+    def _keys_values(
+        self, latent: torch.Tensor, shared: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k and v of a latent and the rotated part of its keys. Collective over tp with sequence parallelism."""
         k, v = self._per_head(self.linear_kv_up_proj(latent)).split(
             self.value_parts, -1
         )
-        q, q_rotated = self.queries(x).split(self.query_parts, -1)
-        q_rotated, shared = self.rotated(q_rotated, shared, batch)
         of_heads = shared.expand(-1, -1, self.num_heads, -1)
-        return torch.cat((q, q_rotated), -1), torch.cat((k, of_heads), -1), v
+        return torch.cat((k, of_heads), -1), v
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the projection of the latents has no adapter, which would belong to the tokens of this rank."""
+        return type(self.linear_kv_up_proj) is ColumnParallelLinear
 
     def generated(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [s(/t), b, h] → [s, b, n/t * v], by the past of the batch, which keeps r_kv + p numbers of a token.
@@ -130,7 +163,7 @@ class LatentAttention(nn.Module):
         """
         past = batch.past
         assert past is not None, "training has no past"
-        if type(self.linear_kv_up_proj) is not ColumnParallelLinear:
+        if not self._is_plain:
             # Adapters are a part of that projection, so its results are kept.
             return past.attend(
                 self.name, self.core_attention, *self.heads(x, batch), batch

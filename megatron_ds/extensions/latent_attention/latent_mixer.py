@@ -11,7 +11,7 @@ from ...models.mixers import Attention, HeadSizes, Mixer
 from ...mpu.context import ParallelContext
 from ...ops.attention_pattern import AttentionPattern
 from .latent_attention import LatentAttention
-from .latent_sizes import query_width, score_scale
+from .latent_sizes import query_width, score_scale, sends_latents
 
 
 class LatentMixer(Mixer):
@@ -56,7 +56,13 @@ class LatentMixer(Mixer):
             comm_type=comm_type,
         )
         return LatentAttention(
-            config, name, ctx, output_std=output_std, rotary=rotary, core=core
+            config,
+            name,
+            ctx,
+            output_std=output_std,
+            rotary=rotary,
+            core=core,
+            sends_latents=sends_latents(config, ctx.tp.size, ctx.cp.size, comm_type),
         )
 
     def flops(

@@ -21,3 +21,13 @@ def score_scale(config: ModelConfig) -> float:
     if config.position_embedding_type != "yarn":
         return scale
     return scale * yarn_growth(config.yarn_factor, config.yarn_mscale_all_dim) ** 2
+
+
+def sends_latents(config: ModelConfig, tp: int, cp: int, comm_type: str) -> bool:
+    """Return whether context-parallel ranks gather latents, and the rotated part of the keys, in place of the keys and
+    values of a rank's heads: where these numbers of a token are fewer."""
+    if cp == 1 or comm_type != "all_gather":
+        return False
+    of_heads = query_width(config) + config.v_head_dim
+    heads = config.num_attention_heads // tp
+    return config.kv_lora_rank + config.qk_pos_emb_head_dim < heads * of_heads
