@@ -175,6 +175,15 @@ LAYOUTS = [
         "pp=2,cp=2,tp=2,ep=2,sp=1",
     )
 ]
+# Of these log-probabilities alone are compared. Delta nets of these sizes have tokens whose norm divides by nearly 0:
+# transformers' own results in fp32 are 4e-4 from those in fp64. Texts that they continue are compared instead.
+OTHERS = [
+    ("bamba", "tp=2,sp=1"),
+    ("falcon_h1", "dp=2,zero=3"),
+    ("bamba", "cp=2,comm_type=a2a"),
+    ("nemotron_h", "pp=2"),
+    ("deepseek_v3", "tp=2,cp=2,sp=1"),
+]
 
 
 @functools.cache
@@ -228,7 +237,7 @@ def test_the_dtype_is_that_of_the_weights_unless_a_flag_gives_one(tmp_path, capl
     assert caplog.text.count("computes in bf16, as its checkpoint does") == 1
 
 
-@pytest.mark.parametrize("name, layout", LAYOUTS)
+@pytest.mark.parametrize("name, layout", LAYOUTS + OTHERS)
 def test_log_probabilities_are_those_of_transformers(name, layout):
     requests = [ScoreRequest(tuple(ids), len(ids) - 1) for ids in texts()]
     for of_rank in at_layout(name, layout, lambda m: Scorer(m.replica).score(requests)):
