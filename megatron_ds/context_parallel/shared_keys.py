@@ -3,9 +3,10 @@
 Any number of heads; attention of each query is computed on one rank. Forward keeps what attention of one
 process keeps of the rank's tokens: q, k, v, the output and its log-sum-exp. In backward the keys pass by once
 more. Where less travels in place of keys and values, these are made of each block when it is here
-(`made_keys.KeyMaker`), forward and once more in backward.
+(`key_maker.KeyMaker`), forward and once more in backward.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,9 +18,8 @@ from ..ops.attention_tiles import Runs
 from ..ops.key_visibility import KeyVisibility
 from ..ops.partial_attention import Keep, PartialAttention, PartialGradients
 from ..ops.scoring import PLAIN, Scoring
-from ..tensor_parallel.weight_grad import gradient_sums
 from .block_exchange import BlockExchange
-from .made_keys import KeyMaker
+from .key_maker import KeyMaker
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,6 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, own, sink, out, sums)
         ctx.pair = pair
         ctx.settings = settings
-        ctx.trained = trained
         return out
 
     @staticmethod
@@ -127,8 +126,9 @@ class _Attention(torch.autograd.Function):
                 maker.add_gradients(parts, totals, of_block, weights)
 
         # Weights that keys and values are made with have one gradient, the sum over the blocks.
-        with gradient_sums(ctx.trained) as weights:
+        with nullcontext() if maker is None else maker.sums() as weights:
             total = shared.exchange.backward(own, shared.group, add).to(own.dtype)
+        delivered = () if maker is None else weights.deliver()
         dk, dv = ctx.pair.parts(total)
         dsink = None if sink is None else partial.of_sink(sink)
-        return partial.dq.to(q.dtype), dk, dv, dsink, None, *weights.deliver()
+        return partial.dq.to(q.dtype), dk, dv, dsink, None, *delivered

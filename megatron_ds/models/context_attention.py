@@ -25,7 +25,7 @@ from ..context_parallel.head_exchange import (
     to_heads,
     to_tokens,
 )
-from ..context_parallel.made_keys import KeyMaker
+from ..context_parallel.key_maker import KeyMaker
 from ..context_parallel.shared_keys import SharedKeys
 from ..mpu.context import ParallelContext, SequenceSlice
 from ..mpu.group import solo

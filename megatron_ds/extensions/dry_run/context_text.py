@@ -2,8 +2,8 @@
 with each way of sharing keys, values and heads (`models.context_attention.COMM_TYPES`).
 
 The core attention of each block runs alone, or its whole mixer where other parts travel in place of keys and values:
-forward and backward, without memory and among simulated peers. So the bytes are those that the same code sends in a run;
-tests compare them. Of the divisions of the ranks for a2a+p2p the one that sends least is listed.
+forward and backward, without memory and among simulated peers. So the bytes are those that the same code sends in a
+run; tests compare them. Of the divisions of the ranks for a2a+p2p the one that sends least is listed.
 """
 
 from collections import Counter

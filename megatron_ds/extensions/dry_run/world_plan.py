@@ -213,6 +213,7 @@ def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
         if train.recompute_num_layers is None
         else train.recompute_num_layers
     )
+    # What ranks compute of each other's tokens, they compute in each forward, and for each gradient.
     recomputes = train.recompute_granularity is not None
     beside = sum(
         beside_model(flops, recomputes and number < most)

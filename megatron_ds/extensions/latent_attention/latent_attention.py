@@ -21,9 +21,9 @@ from torch import nn
 
 from ...batch.batch import Batch
 from ...config.options.model import ModelConfig
-from ...context_parallel.made_keys import KeyMaker
 from ...models.attention import Core, Rotary, attend, attend_again
 from ...models.layer import check_divides, recompute
+from ...models.made_keys import MadeKeys
 from ...models.normalization import sized_norm
 from ...mpu.context import ParallelContext
 from ...mpu.param_spec import Matrices
@@ -126,7 +126,7 @@ class LatentAttention(nn.Module):
     def _of_latents(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [s(/t), b, h] → [s, b, n/t * v], by keys and values that each rank makes of the latents of all."""
         weights = (self.linear_kv_up_proj.weight,)
-        maker = KeyMaker(self._keys_values, weights, self.value_parts[1])
+        maker = MadeKeys(self._keys_values, weights, self.value_parts[1])
         call = partial(self.core_attention, batch=batch, maker=maker)
         parts = self._projected(x, batch)
         return recompute(call, *parts) if self.recompute_core else call(*parts)

@@ -1,23 +1,22 @@
-"""`KeyMaker`: keys and values of a block of tokens, made of two parts of these where they are needed.
+"""`MadeKeys`: keys and values of a block of tokens, made of two parts of these where they are needed.
 
 The parts travel among context-parallel ranks in place of keys and values, where they are less. So each rank makes keys
 and values of all tokens, block by block, and keeps none of them: backward makes them again.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from ..tensor_parallel.weight_grad import GradientSums
-
-# (keys, values, fp32 tensors of their shapes to which the gradients are to be added)
-AddOfBlock = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], None]
+from ..context_parallel.key_maker import AddOfBlock
+from ..tensor_parallel.weight_grad import GradientSums, gradient_sums
 
 
 @dataclass(frozen=True)
-class KeyMaker:
-    """How a rank makes keys and values of the two parts of a block.
+class MadeKeys:
+    """A `context_parallel.key_maker.KeyMaker` by a differentiable function.
 
     make         the two parts → keys [s, b, g, d] and values [s, b, g, e]. Its collectives run once for each block,
                  forward and backward, in the same order on all ranks of their group
@@ -39,6 +38,10 @@ class KeyMaker:
         first, second = parts
         keys, values = self.make(first, second)
         return keys.contiguous(), values.contiguous()
+
+    def sums(self) -> AbstractContextManager[GradientSums]:
+        """Return a context in which the gradients of the parameters are sums over blocks."""
+        return gradient_sums(self.trained)
 
     def add_gradients(
         self,
