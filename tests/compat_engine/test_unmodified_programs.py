@@ -46,14 +46,14 @@ def with_ddp(folder):
     [
         ("text_model", "launch", 2),
         ("sft", "accelerate", 3),
-        ("dpo", "accelerate", 3),
+        pytest.param("dpo", "accelerate", 3, marks=pytest.mark.all),
         ("kto", "command", 3),
         ("grpo", "accelerate", 3),
-        ("text_model", "accelerate", 3),
-        ("sft", "launch", 2),
+        pytest.param("text_model", "accelerate", 3, marks=pytest.mark.all),
+        pytest.param("sft", "launch", 2, marks=pytest.mark.all),
         ("dpo", "torchrun", 2),
-        ("kto", "accelerate", 2),
-        ("sft", "torchrun", 3),
+        pytest.param("kto", "accelerate", 2, marks=pytest.mark.all),
+        pytest.param("sft", "torchrun", 3, marks=pytest.mark.all),
     ],
 )
 def test_an_unmodified_program_has_the_losses_of_ddp(

@@ -25,6 +25,7 @@ from tests.harness.layout_runs import run_layout
 pytestmark = [pytest.mark.threads, pytest.mark.one_in(20)]
 
 NUMBER, SEED = 40, 29
+EACH_DAY = 20  # the others belong to `make test-all`
 WITH_ADAPTERS = [value for value in OPTIONS["adapters"] if value != "none"]
 
 
@@ -35,7 +36,14 @@ def cases() -> list[dict]:
     return [random_case(options, rules, draw) for _ in range(NUMBER)]
 
 
-@pytest.mark.parametrize("case", cases(), ids=name_of)
+def marked() -> list:
+    return [
+        pytest.param(case, id=name_of(case), marks=[pytest.mark.all] * (at >= EACH_DAY))
+        for at, case in enumerate(cases())
+    ]
+
+
+@pytest.mark.parametrize("case", marked())
 def test_adapters_train_like_in_one_process(case):
     job = job_of(case)
     layout = layout_of(case)
