@@ -99,6 +99,7 @@ class SharedKeysAttention(Core):
 
         Collective over the context-parallel ranks. maker: as of `SharedKeys`, without an exchange of heads
         """
+        # The heads of this rank, and how their scores become probabilities.
         ranks = self.run.size
         first = (self.ctx.tp.rank * ranks + self.run.rank) * q.shape[2]
         heads = range(first, first + q.shape[2])
@@ -110,6 +111,7 @@ class SharedKeysAttention(Core):
             alibi=alibi_of(self.alibi_heads, heads, whole, q.device),
             cap=self.cap,
         )
+        # Attention to the keys of all ranks, whose outputs go back to the ranks of their tokens.
         positions = _positions(self.ctx.slice, whole.seq_length, ranks)
         out = SharedKeys(self.ring, self.exchange, positions)(
             q,

@@ -193,9 +193,8 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost) -> tuple[Times, Times
     own = numbers.own
     starts: Times = [[] for _ in schedule]
     ends: Times = [[] for _ in schedule]
-    done: list[float | None] = [
-        None
-    ] * numbers.count  # number → end; of a transfer: arrival if the other end is ready
+    # number → end; of a transfer: arrival if the other end is ready
+    done: list[float | None] = [None] * numbers.count
     tying = sum(any(i.op is Op.TIE for i in program) for program in schedule)
     at_tie: dict[int, float] = {}  # rank → when it reached its first TIE
     waiting: dict[int, list[int]] = defaultdict(list)  # number → ranks that wait for it

@@ -307,7 +307,9 @@ def test_fused_adam_without_bias_correction_is_that_of_the_json(stage, decoupled
             2, run, lambda: make(Odd), config, **({} if choice else by_class)
         )[0]
 
-    ours, json, corrected = of(), of(bias_correction=False), of(bias_correction=True)
+    ours = of()
+    json = of(bias_correction=False)
+    corrected = of(bias_correction=True)
     for name, value in json.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-7)
     assert (
@@ -372,7 +374,9 @@ def test_keys_of_recomputation_are_read_from_a_file_too(tmp_path):
 def test_inputs_of_recomputation_wait_in_host_memory():
     layer = make(Stack).blocks[0]
     with fake_cuda(), FakeGpu() as gpu:
-        layer, found, most = layer.to("cuda"), [], []
+        layer = layer.to("cuda")
+        found = []
+        most = []
         for away in (False, True):
             megatron_ds.checkpointing.configure(
                 None,

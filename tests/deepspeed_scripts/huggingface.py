@@ -69,7 +69,10 @@ def with_adapters(model):
 
 
 def model_of_shards():
-    """As `from_pretrained` makes one under stage 3; with "tensor_parallel" in the JSON transformers does not."""
+    """Return a model as `from_pretrained` makes one under stage 3.
+
+    transformers itself does not with "tensor_parallel" in the JSON.
+    """
     from safetensors.torch import load_file
 
     model = LlamaForCausalLM._from_config(LlamaConfig(**SIZES))

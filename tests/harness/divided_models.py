@@ -50,7 +50,9 @@ MODELS = {
     },
     "BertForMaskedLM": {**SIZES, "intermediate_size": 64, **WET},
 }
-STEPS, SAMPLES, CLIP = 5, 4, 1.0
+STEPS = 5
+SAMPLES = 4
+CLIP = 1.0
 # some gradients are zero but for rounding (of a key bias), and Adam would make steps of them
 OPTIMIZER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 

@@ -83,9 +83,12 @@ def chunks_of(job: dict, config, gpt: dict) -> list:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     if job["model"].get("bert", False):
-        kind, spec, gpt = BertModel, bert_layer_local_spec, {**gpt, "num_tokentypes": 2}
+        kind = BertModel
+        spec = bert_layer_local_spec
+        gpt = {**gpt, "num_tokentypes": 2}
     else:
-        kind, spec = GPTModel, gpt_spec(job["model"], config)
+        kind = GPTModel
+        spec = gpt_spec(job["model"], config)
         if "multi_latent_attention" in job["model"]:
             spec = with_plain_cores(spec)
     stages = [
@@ -259,7 +262,7 @@ def share_of(batch: dict) -> dict:
 
 
 def forward_step(samples, model):
-    """As that of Megatron-LM's pretraining scripts: (output, its loss function)."""
+    """Return (output, its loss function), as the function of Megatron-LM's pretraining scripts does."""
     batch = next(samples)
     if "order" not in batch:
         output = model(

@@ -20,8 +20,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 RANKS = 4
-HIDDEN, FFN, SHARED, EXPERTS, TOP = 32, 24, 16, 8, 2
-SEQUENCE, SAMPLES = 12, 3
+HIDDEN = 32
+FFN = 24
+SHARED = 16
+EXPERTS = 8
+TOP = 2
+SEQUENCE = 12
+SAMPLES = 3
 TIMEOUT = 120  # seconds
 
 

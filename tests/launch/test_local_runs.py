@@ -215,7 +215,7 @@ def test_progress_bars_pass_at_once(folder):
 
 
 def test_a_reader_that_stalls_does_not_keep_ranks_from_their_end(folder):
-    """As `| less` does, which reads no more than it shows."""
+    """`| less` is such a reader: it reads no more than it shows."""
     words = [sys.executable, "-m", "megatron_ds", "launch", "--num_gpus", "2", PROGRAM]
     variables = environment(PLAN=plan(others="flood"))
     with (folder / "errors").open("wb") as errors:

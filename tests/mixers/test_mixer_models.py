@@ -55,7 +55,7 @@ def test_documents_of_a_row_have_the_logits_of_each_alone(name):
 
 @pytest.mark.parametrize("name", ("blocks", "halves", "side by side"))
 def test_tokens_behind_a_text_change_none_of_its_logits(name):
-    """As scoring fills up the texts of a batch."""
+    """Scoring fills up the texts of a batch so."""
     config, model = model_of(job_of(name, ALONE))
     quiet = {"training": False, "sample_ids": (7,), "ledger": DISCARDING}
     batch = make_batch(config, b=1, s=16, **quiet)

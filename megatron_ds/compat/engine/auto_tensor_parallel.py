@@ -86,6 +86,7 @@ def tp_model_init(
             f"tp_model_init: {', '.join(given)} is not available. Give initialize the process groups as mpu=, or leave "
             "it out."
         )
+    # The config, if it is given here as well, must not ask for another size.
     asked = division_keys(*block_of(config or {}))
     if asked.size not in (1, tp_size):
         raise ConfigError(

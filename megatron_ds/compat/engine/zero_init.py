@@ -187,6 +187,7 @@ class Init:
                 config if config_dict_or_path is None else config_dict_or_path
             )
             self._group = group_of(given) if given is not None else join_world(mpu).data
+        # A module that is there already is sharded at once.
         if module is not None and self._enabled:
             kept = NumberFormats().kept(module, self._dtype)
             for name, p in named_parameters(module):

@@ -150,6 +150,7 @@ def plan_world(
             f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to "
             f"{grid.world_size - 1}, or a larger --world-size."
         )
+    # The cut into stages. A plan measures nothing.
     mesh = fake_mesh(grid, rank)
     layers = describe_layers(config, mesh)
     by_flops = config.with_values(
@@ -160,6 +161,7 @@ def plan_world(
     )
     microbatches = microbatches_of(config)
     mesh.place_stages(run.shape.placement)
+    # The schedule, and a run of the stages without memory.
     keep_gathered = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
     costs = run.stage_costs()
     schedule = plan_schedule(config, microbatches, keep_gathered, costs)

@@ -23,7 +23,6 @@ from ...batch.batch import Batch
 from ...config.options.model import ModelConfig
 from ...models.attention import Core, Rotary, attend, attend_again
 from ...models.layer import check_divides, recompute
-from ...models.made_keys import MadeKeys
 from ...models.normalization import sized_norm
 from ...mpu.context import ParallelContext
 from ...mpu.param_spec import Matrices
@@ -35,6 +34,7 @@ from ...tensor_parallel.linear import (
     RowParallelLinear,
 )
 from .latent_sizes import query_width
+from .made_keys import MadeKeys
 
 
 class LatentAttention(nn.Module):

@@ -252,6 +252,7 @@ def family_for(
             f"{did_you_mean(wishes.family, [*FAMILIES]) or '.'} Known: "
             f"{', '.join(FAMILIES)}."
         )
+    # The nearest family, the preferred one first.
     preferred = wishes.family or checkpoint.source.get("family")
     names = (
         [wishes.family]

@@ -170,6 +170,7 @@ def _cut(
     another shape."""
     found = {}
     wrong = []
+    # All tensors of another shape are reported at once.
     for name, tensor in stored.items():
         if name not in shapes:
             continue

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..context_parallel.key_maker import AddOfBlock
-from ..tensor_parallel.weight_grad import GradientSums, gradient_sums
+from ...context_parallel.key_maker import AddOfBlock
+from ...tensor_parallel.weight_grad import GradientSums, gradient_sums
 
 
 @dataclass(frozen=True)
